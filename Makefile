@@ -1,0 +1,48 @@
+# `make` alone lists the targets. Everything happens in .venv; nothing needs root.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd')
+
+.PHONY: help demo test check bench venv format checked clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+demo: $(STAMP) ## sixteen hospitals train a classifier together on this machine, in about half a minute
+	@$(BIN)/ibshell demo
+
+test: $(STAMP) ## every test a clone can run
+	@$(BIN)/python -m pytest
+
+check: $(STAMP) ## format, lint, strict types, import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(STAMP) ## measurements, side by side with what users would pick instead
+	@$(BIN)/ibshell bench
+
+venv: $(STAMP) ## just the environment, in .venv
+
+$(STAMP): $(SOURCES)
+	@sh ext/preflight.sh "$(PYTHON)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing ibshell into $(VENV) (once; a minute or so)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,demo]'
+	@touch $@
+
+format: $(STAMP) ## rewrite the sources in the house format
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+checked: $(STAMP) ## unit and property tests on kernels compiled with every run-time check
+	@IBSHELL_EXT_CHECKED=1 $(BIN)/python -c "import setuptools; setuptools.setup()" -q build_ext --inplace
+	@$(BIN)/python -m pytest tests/unit tests/property; status=$$?; \
+	  $(BIN)/python -c "import setuptools; setuptools.setup()" -q build_ext --inplace; exit $$status
+
+clean: ## remove the environment and everything built
+	@rm -rf $(VENV) .venv-peers build dist *.egg-info
+	@find fedpool agent ibshell -name '*.so' -delete

@@ -1,0 +1,418 @@
+"""A site's side of one round, as a machine without input or output.
+
+    opened ── DealShares ──▶ dealt ── ConfirmPairs ──▶ confirmed ── BeginMasking ──▶ masking ── VectorSent ──▶ masked
+                                                                                                               │
+                              released ◀── ReleaseShares ── agreed ◀────────── AgreeSurvivors ─────────────────┘
+
+What it guarantees to its own site, whatever the hub sends:
+- it answers each step once: the same request again gets the same answer, another request for a step already answered is
+  refused. So one set of keys, one masked vector, one survivor list a round.
+- it reveals shares only for a survivor list that `threshold` members signed, that it signed itself, and that keeps the
+  minimum cohort; for each dealer either the own-mask share or the box share, never both.
+- the decision to reveal is an entry, durable before the reply leaves; the site's policy refuses that round ever after.
+
+Rules for changing it: everything that decides stands here; files, sockets and arithmetic on vectors stand in the driver.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedpool.errors import IntegrityError, LocalProtocolError, Refused
+from fedpool.secagg import agreement, masks, sealing, shamir, transcript
+from fedpool.secagg.agreement import Encapsulation, RoundKeys
+from fedpool.secagg.manifest import Manifest, SitePolicy
+from fedpool.secagg.messages import (
+    KIND_BOX,
+    KIND_OWN,
+    ConfirmHeader,
+    ConfirmMessage,
+    Dealing,
+    KeyMessage,
+    ReleaseMessage,
+    RevealedShare,
+    ShareDelivery,
+    ShareMessage,
+    SurvivorMessage,
+    VectorMessage,
+    key_context,
+    pair_check,
+    secret_check,
+    share_check,
+)
+from fedpool.secagg.shamir import Entropy
+from fedpool.step import Decision
+
+SALT_BYTES = 16
+LABEL_SELF = b"self"
+LABEL_PAIR = b"pair"
+
+
+class DealShares(msgspec.Struct, frozen=True):
+    """The hub hands out everybody's public keys."""
+
+    keys: list[KeyMessage]
+
+
+class ConfirmPairs(msgspec.Struct, frozen=True):
+    """The hub hands this site everybody's shares for it."""
+
+    shares: list[ShareDelivery]
+
+
+class BeginMasking(msgspec.Struct, frozen=True):
+    """The hub names the sites that confirmed: the set the vector is masked for."""
+
+    confirms: list[ConfirmHeader]
+
+
+class VectorSent(msgspec.Struct, frozen=True):
+    """The driver has masked the vector; its SHA-256."""
+
+    digest: bytes
+
+
+class AgreeSurvivors(msgspec.Struct, frozen=True):
+    """The hub names the sites whose vectors it holds in full, with their signed digests."""
+
+    vectors: list[VectorMessage]
+
+
+class ReleaseShares(msgspec.Struct, frozen=True):
+    """The hub presents the members' signatures on the survivor list."""
+
+    signatures: list[SurvivorMessage]
+
+
+SiteEvent: TypeAlias = DealShares | ConfirmPairs | BeginMasking | VectorSent | AgreeSurvivors | ReleaseShares
+SiteReply: TypeAlias = ShareMessage | ConfirmMessage | VectorMessage | SurvivorMessage | ReleaseMessage
+
+
+class SharesReleased(msgspec.Struct, frozen=True, tag="round.released"):
+    """Durable before a share leaves: this site will never release for that round again."""
+
+    federation: str
+    round: int
+    manifest: bytes
+    survivors: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+class MaskVector(msgspec.Struct, frozen=True):
+    """Mask the encoded update with these streams and send it."""
+
+    streams: list[masks.Stream]
+    rounding_key: bytes
+
+
+SiteDecision: TypeAlias = Decision[SharesReleased, SiteReply, MaskVector]
+
+TRANSITIONS: dict[tuple[str, type], str] = {
+    ("opened", DealShares): "dealt",
+    ("dealt", ConfirmPairs): "confirmed",
+    ("confirmed", BeginMasking): "masking",
+    ("masking", VectorSent): "masked",
+    ("masked", AgreeSurvivors): "agreed",
+    ("agreed", ReleaseShares): "released",
+}
+STATES = ("opened", "dealt", "confirmed", "masking", "masked", "agreed", "released")
+
+
+class SiteRound:
+    """One round at one site.
+
+    Args:
+        manifest: the round, already admitted by `policy`.
+        policy: what this site demands.
+        identity: its signing key.
+        entropy: source of random bytes.
+        last_released: last round of this federation for which this site released shares, or 0.
+        model: SHA-256 of the parameters this site really loaded.
+
+    Raises:
+        UsageError, Refused: see `SitePolicy.admit`.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        policy: SitePolicy,
+        identity: Ed25519PrivateKey,
+        entropy: Entropy,
+        last_released: int,
+        model: bytes,
+    ) -> None:
+        self.index = policy.admit(manifest, last_released)
+        if model != manifest.model:
+            raise Refused(
+                f"round {manifest.round} names model {manifest.model.hex()[:16]}, {policy.name} holds {model.hex()[:16]}",
+                "the hub may be showing different sites different models",
+            )
+        self.manifest = manifest
+        self.state = "opened"
+        self._identity = identity
+        self._entropy = entropy
+        self._digest = manifest.digest()
+        self._keys = RoundKeys(entropy)
+        self._own_seed = entropy(shamir.SECRET_BYTES)
+        self._box_key = entropy(shamir.SECRET_BYTES)
+        self._rounding_seed = entropy(shamir.SECRET_BYTES)
+        self._context = b""
+        self._peer_keys: dict[int, bytes] = {}
+        self._sent: dict[int, Encapsulation] = {}
+        self._exchanged: dict[int, bytes] = {}
+        self._held: dict[int, tuple[RevealedShare, RevealedShare]] = {}
+        self._seeds: dict[int, bytes] = {}
+        self._masked_for: list[int] = []
+        self._vector = b""
+        self._survivors: list[int] = []
+        self._survivor_digest = b""
+        self._answers: dict[type, tuple[bytes, SiteReply]] = {}
+        signature = agreement.sign(identity, KeyMessage.digest(self._digest, self.index, self._keys.public))
+        self.key_message = KeyMessage(self.index, self._keys.public, signature)
+
+    def step(self, event: SiteEvent) -> SiteDecision:
+        """Decide what follows from an event. See `fedpool.step`.
+
+        Raises:
+            Refused: the step was answered before, for another request.
+            IntegrityError: the hub or a peer sent something that does not verify; the message names whom.
+            LocalProtocolError: the event does not belong to the present state.
+        """
+        kind = type(event)
+        if kind in self._answers:
+            request, reply = self._answers[kind]
+            if request == msgspec.msgpack.encode(event):
+                return Decision(replies=(reply,))
+            raise Refused(
+                f"round {self.manifest.round}: {kind.__name__} was already answered for another list",
+                "a site answers each step of a round once",
+            )
+        after = TRANSITIONS.get((self.state, kind))
+        if after is None:
+            raise LocalProtocolError(f"round {self.manifest.round}: {kind.__name__} does not follow state {self.state}")
+        decision = self._decide(event)
+        self.state = after
+        for reply in decision.replies:
+            self._answers[kind] = (msgspec.msgpack.encode(event), reply)
+        return decision
+
+    def _decide(self, event: SiteEvent) -> SiteDecision:
+        match event:
+            case DealShares():
+                return self._deal(event)
+            case ConfirmPairs():
+                return self._confirm(event)
+            case BeginMasking():
+                return self._begin(event)
+            case VectorSent():
+                return self._vector_sent(event)
+            case AgreeSurvivors():
+                return self._agree(event)
+            case ReleaseShares():
+                return self._release(event)
+
+    def _name(self, index: int) -> str:
+        return self.manifest.participant(index).name
+
+    def _verify(self, index: int, signature: bytes, digest: bytes) -> None:
+        site = self.manifest.participant(index)
+        agreement.verify(site.identity, signature, digest, site.name)
+
+    def _members(self, indices: list[int], what: str) -> list[int]:
+        """The indices, checked: ascending, known, a quorum."""
+        if indices != sorted(set(indices)) or not all(1 <= i <= len(self.manifest.participants) for i in indices):
+            raise IntegrityError(f"round {self.manifest.round}: the list of {what} is malformed")
+        if len(indices) < self.manifest.quorum:
+            raise Refused(
+                f"round {self.manifest.round}: {len(indices)} {what}, {self.manifest.quorum} needed",
+                "nothing is revealed; more sites must stay in",
+            )
+        return indices
+
+    def _deal(self, event: DealShares) -> SiteDecision:
+        members = self._members([key.index for key in event.keys], "sites with keys")
+        if self.index not in members or event.keys[members.index(self.index)] != self.key_message:
+            raise IntegrityError(f"round {self.manifest.round}: the key list does not hold this site's own key")
+        for key in event.keys:
+            if len(key.public) != agreement.PUBLIC_BYTES:
+                raise IntegrityError(f"the round key of {self._name(key.index)} is malformed")
+            self._verify(key.index, key.signature, KeyMessage.digest(self._digest, key.index, key.public))
+        if len({key.public for key in event.keys}) < len(members):
+            raise IntegrityError(f"round {self.manifest.round}: two sites present the same round key")
+        context = key_context(self._digest, event.keys)
+        own_shares = shamir.split(self._own_seed, self.manifest.threshold, members, self._entropy)
+        box_shares = shamir.split(self._box_key, self.manifest.threshold, members, self._entropy)
+        dealings, sent, exchanged, held = [], {}, {}, {}
+        for key in event.keys:
+            holder = key.index
+            salts = self._entropy(SALT_BYTES), self._entropy(SALT_BYTES)
+            own, box = own_shares[holder], box_shares[holder]
+            if holder == self.index:
+                held[holder] = (RevealedShare(holder, own, salts[0]), RevealedShare(holder, box, salts[1]))
+                ciphertext, sealed = b"", b""
+            else:
+                exchanged[holder] = self._keys.exchange(key.public)
+                sent[holder] = agreement.encapsulate(key.public)
+                ciphertext = sent[holder].ciphertext
+                secret = agreement.share_key(context, self.index, holder, exchanged[holder], sent[holder])
+                sealed = sealing.seal(secret, salts[0] + own + salts[1] + box, context)
+            dealings.append(
+                Dealing(
+                    holder=holder,
+                    ciphertext=ciphertext,
+                    sealed=sealed,
+                    own_check=share_check(context, self.index, holder, KIND_OWN, own, salts[0]),
+                    box_check=share_check(context, self.index, holder, KIND_BOX, box, salts[1]),
+                )
+            )
+        checks = (
+            secret_check(context, self.index, KIND_OWN, self._own_seed),
+            secret_check(context, self.index, KIND_BOX, self._box_key),
+        )
+        digest = ShareMessage.digest(context, self.index, members, [d.digest() for d in dealings], *checks)
+        message = ShareMessage(self.index, dealings, *checks, agreement.sign(self._identity, digest))
+        self._context, self._sent, self._exchanged = context, sent, exchanged
+        self._peer_keys = {key.index: key.public for key in event.keys}
+        self._held.update(held)
+        return Decision(replies=(message,))
+
+    def _open_delivery(self, delivery: ShareDelivery) -> tuple[RevealedShare, RevealedShare, Encapsulation]:
+        """Check one dealer's message and open its shares."""
+        dealer, dealing = delivery.index, delivery.dealing
+        digest = ShareMessage.digest(
+            self._context, dealer, delivery.holders, delivery.digests, delivery.own_check, delivery.box_check
+        )
+        self._verify(dealer, delivery.signature, digest)
+        listed = dict(zip(delivery.holders, delivery.digests, strict=True))
+        if dealing.holder != self.index or listed.get(self.index) != dealing.digest():
+            raise IntegrityError(f"the shares of {self._name(dealer)} are not those it signed")
+        received = Encapsulation(self._keys.decapsulate(dealing.ciphertext), dealing.ciphertext)
+        secret = agreement.share_key(self._context, dealer, self.index, self._exchanged[dealer], received)
+        plain = sealing.unseal(secret, dealing.sealed, self._context, f"the shares of {self._name(dealer)}")
+        own_salt, own, box_salt, box = _cut(plain, SALT_BYTES, shamir.SHARE_BYTES, SALT_BYTES, shamir.SHARE_BYTES)
+        for kind, share, salt, check in (
+            (KIND_OWN, own, own_salt, dealing.own_check),
+            (KIND_BOX, box, box_salt, dealing.box_check),
+        ):
+            if share_check(self._context, dealer, self.index, kind, share, salt) != check:
+                raise IntegrityError(f"a share of {self._name(dealer)} is not the one it committed to")
+        return RevealedShare(dealer, own, own_salt), RevealedShare(dealer, box, box_salt), received
+
+    def _confirm(self, event: ConfirmPairs) -> SiteDecision:
+        others = [delivery.index for delivery in event.shares]
+        if self.index in others or not set(others) <= set(self._peer_keys):
+            raise IntegrityError(f"round {self.manifest.round}: shares of a site that is no member")
+        dealers = self._members(sorted([*others, self.index]), "sites with shares")
+        held, seeds = {}, {}
+        for delivery in event.shares:
+            own, box, received = self._open_delivery(delivery)
+            dealer = delivery.index
+            held[dealer] = (own, box)
+            low, high = sorted((dealer, self.index))
+            up, down = (received, self._sent[dealer]) if dealer == low else (self._sent[dealer], received)
+            seeds[dealer] = agreement.pair_seed(self._context, low, high, self._exchanged[dealer], up, down)
+        plain = b"".join(transcript.u32(i) + seeds[i] for i in sorted(seeds))
+        box_text = sealing.seal(self._box_key, plain, self._context)
+        checks = [
+            b"" if i == self.index else pair_check(self._context, *sorted((i, self.index)), seeds[i]) for i in dealers
+        ]
+        digest = ConfirmHeader.digest(self._context, self.index, dealers, transcript.digest(box_text), checks)
+        message = ConfirmMessage(self.index, dealers, box_text, checks, agreement.sign(self._identity, digest))
+        self._held.update(held)
+        self._seeds = seeds
+        return Decision(replies=(message,))
+
+    def _begin(self, event: BeginMasking) -> SiteDecision:
+        masked_for = self._members([header.index for header in event.confirms], "sites that confirmed")
+        if self.index not in masked_for or not set(masked_for) <= {*self._seeds, self.index}:
+            raise IntegrityError(
+                f"round {self.manifest.round}: the list of confirmations is not of this round's members"
+            )
+        dealers = sorted([*self._seeds, self.index])
+        for header in event.confirms:
+            digest = ConfirmHeader.digest(self._context, header.index, header.dealers, header.box_digest, header.checks)
+            self._verify(header.index, header.signature, digest)
+            if header.dealers != dealers or len(header.checks) != len(dealers):
+                raise IntegrityError(
+                    f"{self._name(header.index)} was shown another set of sites than this one",
+                    "the hub or the network showed different sites different lists",
+                )
+            if header.index == self.index:
+                continue
+            expected = pair_check(self._context, *sorted((header.index, self.index)), self._seeds[header.index])
+            if header.checks[dealers.index(self.index)] != expected:
+                raise IntegrityError(
+                    f"{self._name(header.index)} derived another pair seed: the masks would not cancel"
+                )
+        self._masked_for = masked_for
+        streams = [masks.Stream(masks.keystream_key(self._own_seed, self._context, own_label(self.index)), 1)]
+        for peer in masked_for:
+            if peer != self.index:
+                key = masks.keystream_key(self._seeds[peer], self._context, LABEL_PAIR)
+                streams.append(masks.Stream(key, pair_sign(self.index, peer)))
+        rounding = masks.keystream_key(self._rounding_seed, self._context, transcript.LABEL_ROUNDING)
+        return Decision(effects=(MaskVector(streams, rounding),))
+
+    def _vector_sent(self, event: VectorSent) -> SiteDecision:
+        digest = VectorMessage.digest(self._context, self.index, self._masked_for, event.digest)
+        self._vector = event.digest
+        return Decision(replies=(VectorMessage(self.index, event.digest, agreement.sign(self._identity, digest)),))
+
+    def _agree(self, event: AgreeSurvivors) -> SiteDecision:
+        survivors = self._members([vector.index for vector in event.vectors], "survivors")
+        if not set(survivors) <= set(self._masked_for):
+            raise IntegrityError(f"round {self.manifest.round}: a survivor never masked")
+        for vector in event.vectors:
+            digest = VectorMessage.digest(self._context, vector.index, self._masked_for, vector.vector)
+            self._verify(vector.index, vector.signature, digest)
+            if vector.index == self.index and vector.vector != self._vector:
+                raise IntegrityError(f"round {self.manifest.round}: the hub holds another vector than this site sent")
+        digests = [vector.vector for vector in event.vectors]
+        self._survivor_digest = SurvivorMessage.digest(self._context, self._masked_for, survivors, digests)
+        self._survivors = survivors
+        return Decision(replies=(SurvivorMessage(self.index, agreement.sign(self._identity, self._survivor_digest)),))
+
+    def _release(self, event: ReleaseShares) -> SiteDecision:
+        signers = self._members([message.index for message in event.signatures], "signatures on the survivors")
+        if not set(signers) <= set(self._survivors):
+            raise IntegrityError(f"round {self.manifest.round}: a signature of a site that did not survive")
+        for message in event.signatures:
+            self._verify(message.index, message.signature, self._survivor_digest)
+        dropped = [i for i in self._masked_for if i not in self._survivors]
+        entry = SharesReleased(
+            federation=self.manifest.federation,
+            round=self.manifest.round,
+            manifest=self._digest,
+            survivors=tuple(self._name(i) for i in self._survivors),
+            dropped=tuple(self._name(i) for i in dropped),
+        )
+        reply = ReleaseMessage(
+            self.index,
+            own=[self._held[i][0] for i in self._survivors],
+            box=[self._held[i][1] for i in dropped],
+        )
+        return Decision(entries=(entry,), replies=(reply,))
+
+
+def own_label(index: int) -> bytes:
+    """Keystream label of a site's own mask."""
+    return LABEL_SELF + transcript.u32(index)
+
+
+def pair_sign(index: int, peer: int) -> int:
+    """Whether `index` adds (+1) or subtracts (-1) the mask it shares with `peer`: the lower index adds."""
+    return 1 if index < peer else -1
+
+
+def _cut(text: bytes, *lengths: int) -> tuple[bytes, ...]:
+    if len(text) != sum(lengths):
+        raise IntegrityError(f"a sealed message has {len(text)} bytes, {sum(lengths)} expected")
+    parts, position = [], 0
+    for length in lengths:
+        parts.append(text[position : position + length])
+        position += length
+    return tuple(parts)
