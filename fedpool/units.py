@@ -36,7 +36,7 @@ def format_duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f}s"
     whole = round(seconds)
-    parts = []
+    parts: list[str] = []
     for unit in ("d", "h", "m", "s"):
         count, whole = divmod(whole, _SECONDS[unit])
         if count or parts:

@@ -47,13 +47,13 @@ def _pack_type(
     touched = spare = used_leaves = 0
     for leaf in order:
         used_leaves += 1
-        nodes = leaves[leaf]
-        while nodes and len(chosen) < count:
+        machines = leaves[leaf]
+        while machines and len(chosen) < count:
             missing = count - len(chosen)
             # A node that fits exactly, else the smallest that covers the rest, else the largest.
-            node = min(nodes, key=lambda gpus: (len(gpus) < missing, abs(len(gpus) - missing)))
-            nodes.remove(node)
+            machine = min(machines, key=lambda gpus: (len(gpus) < missing, abs(len(gpus) - missing)))
+            machines.remove(machine)
             touched += 1
-            spare += max(0, len(node) - missing)
-            chosen.extend(node[:missing])
+            spare += max(0, len(machine) - missing)
+            chosen.extend(machine[:missing])
     return used_leaves, touched, spare, chosen

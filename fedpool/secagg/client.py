@@ -200,6 +200,10 @@ class SiteRound:
             self._answers[kind] = (msgspec.msgpack.encode(event), reply)
         return decision
 
+    def remember(self, event: BeginMasking, reply: SiteReply) -> None:
+        """Keep the answer that an effect's result gave to the question that started it, for when it is asked again."""
+        self._answers[type(event)] = (msgspec.msgpack.encode(event), reply)
+
     def _decide(self, event: SiteEvent) -> SiteDecision:
         match event:
             case DealShares():
@@ -318,7 +322,7 @@ class SiteRound:
         plain = b"".join(transcript.u32(i) + seeds[i] for i in sorted(seeds))
         box_text = sealing.seal(self._box_key, plain, self._context)
         checks = [
-            b"" if i == self.index else pair_check(self._context, *sorted((i, self.index)), seeds[i]) for i in dealers
+            b"" if i == self.index else pair_check(self._context, i, self.index, seeds[i]) for i in dealers
         ]
         digest = ConfirmHeader.digest(self._context, self.index, dealers, transcript.digest(box_text), checks)
         message = ConfirmMessage(self.index, dealers, box_text, checks, agreement.sign(self._identity, digest))
@@ -343,7 +347,7 @@ class SiteRound:
                 )
             if header.index == self.index:
                 continue
-            expected = pair_check(self._context, *sorted((header.index, self.index)), self._seeds[header.index])
+            expected = pair_check(self._context, header.index, self.index, self._seeds[header.index])
             if header.checks[dealers.index(self.index)] != expected:
                 raise IntegrityError(
                     f"{self._name(header.index)} derived another pair seed: the masks would not cancel"

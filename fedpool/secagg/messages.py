@@ -185,6 +185,6 @@ def share_check(context: bytes, dealer: int, holder: int, kind: bytes, share: by
     return t.digest(t.LABEL_SHARE_CHECK, context, t.u32(dealer), t.u32(holder), kind, share, salt)
 
 
-def pair_check(context: bytes, low: int, high: int, seed: bytes) -> bytes:
+def pair_check(context: bytes, one: int, other: int, seed: bytes) -> bytes:
     """Value by which both ends confirm a pair seed before anything large moves."""
-    return t.digest(t.LABEL_PAIR_CHECK, context, t.u32(low), t.u32(high), seed)
+    return t.digest(t.LABEL_PAIR_CHECK, context, t.u32(min(one, other)), t.u32(max(one, other)), seed)

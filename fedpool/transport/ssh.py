@@ -17,11 +17,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import asyncssh
+from asyncssh.connection import SSHConnection
 from asyncssh.stream import SSHServerStreamSession
 
 from fedpool.errors import NotAuthorised, Unreachable, UsageError
 from fedpool.transport.identity import Identity, fingerprint, public_line
-from fedpool.transport.stream import SshStream
+from fedpool.transport.stream import SshStream, Stream
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ _CLIENT: dict[str, Any] = {
 }
 
 # Called with the subsystem, the stream and the name bound to the peer's key; the channel closes when it returns.
-Serve = Callable[[str, SshStream, str], Awaitable[None]]
+Serve = Callable[[str, Stream, str], Awaitable[None]]
 
 
 class _Session(SSHServerStreamSession[bytes]):
@@ -97,7 +98,7 @@ class _Session(SSHServerStreamSession[bytes]):
 
     def subsystem_requested(self, subsystem: str) -> bool:
         self._subsystem = subsystem
-        return subsystem in SUBSYSTEMS
+        return subsystem in self._server.subsystems
 
     async def _started(self, stdin: Any, stdout: Any, stderr: Any) -> None:
         stream = SshStream(stdin, stdout)
@@ -111,8 +112,9 @@ class _Session(SSHServerStreamSession[bytes]):
 class _Server(asyncssh.SSHServer):
     """One accepted connection of a peer whose public key is on the list."""
 
-    def __init__(self, serve: Serve, authorized: Mapping[bytes, str]) -> None:
+    def __init__(self, serve: Serve, authorized: Mapping[bytes, str], subsystems: Sequence[str] = SUBSYSTEMS) -> None:
         self.serve = serve
+        self.subsystems = subsystems
         self.sessions = 0
         self.peer_name = ""
         self._authorized = authorized
@@ -176,7 +178,7 @@ def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]
     return host, int(port)
 
 
-async def _guard_buffer(connection: asyncssh.SSHConnection) -> None:
+async def _guard_buffer(connection: SSHConnection) -> None:
     """Cut off a peer that keeps asking without reading the answers."""
     while True:
         await asyncio.sleep(1.0)
@@ -253,7 +255,7 @@ class Listener:
             log.info("a connection failed: %s", error)
 
 
-async def _serve_connection(connection: asyncssh.SSHConnection) -> None:
+async def _serve_connection(connection: SSHConnection) -> None:
     async with asyncio.TaskGroup() as tasks:
         guard = tasks.create_task(_guard_buffer(connection))
         try:
@@ -373,7 +375,8 @@ async def dial(
     return connection
 
 
-async def dial_reverse(address: str, identity: Identity, hub_keys: Mapping[bytes, str], serve: Serve) -> None:
+async def dial_reverse(address: str, identity: Identity, hub_keys: Mapping[bytes, str], serve: Serve, subsystems: Sequence[str]
+) -> None:
     """Dial out to the hub and serve it as SSH server until the connection ends.
 
     Args:
@@ -381,6 +384,7 @@ async def dial_reverse(address: str, identity: Identity, hub_keys: Mapping[bytes
         identity: this site's host key.
         hub_keys: {the hub's key: its name}.
         serve: gets each channel the hub opens.
+        subsystems: what this connection is for; the hub finds out by asking.
 
     Raises:
         Unreachable: nobody answers, or the hub does not know this site's key.
@@ -391,7 +395,7 @@ async def dial_reverse(address: str, identity: Identity, hub_keys: Mapping[bytes
             connection = await asyncssh.connect_reverse(
                 host,
                 port,
-                server_factory=lambda: _Server(serve, hub_keys),
+                server_factory=lambda: _Server(serve, hub_keys, subsystems),
                 server_host_keys=[identity.ssh],
                 **_COMMON,
                 **_SERVER,
@@ -441,7 +445,7 @@ async def open_command(connection: asyncssh.SSHClientConnection, command: Sequen
     return SshStream(reader, writer)
 
 
-def negotiated(connection: asyncssh.SSHConnection) -> dict[str, str]:
+def negotiated(connection: SSHConnection) -> dict[str, str]:
     """What the two sides agreed on, for `site show` and `doctor`."""
     info = {"cipher": connection.get_extra_info("send_cipher")}
     with contextlib.suppress(AttributeError):

@@ -47,6 +47,13 @@ class AsyncioStream:
         except OSError as error:
             raise Unreachable(f"the connection broke: {error}") from None
 
+    async def read_line(self) -> bytes:
+        """Bytes up to and including the next newline; what there is at the end of the stream or after 64 KiB."""
+        try:
+            return await self._reader.readline()
+        except (OSError, ValueError) as error:
+            raise Unreachable(f"the connection broke: {error}") from None
+
     async def write(self, data: bytes) -> None:
         """See `Stream.write`."""
         try:

@@ -1,0 +1,20 @@
+"""The machine's clocks: CLOCK_BOOTTIME for everything that expires (it counts suspended time), the wall clock for people."""
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+def now() -> float:
+    """Seconds since boot, suspended time included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot() -> str:
+    """An id of this boot: CLOCK_BOOTTIME readings compare only within one."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def wall() -> str:
+    """The time of day in ISO 8601, UTC, whole seconds."""
+    return datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")

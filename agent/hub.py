@@ -1,0 +1,222 @@
+"""A hub: joins the sites to one pool and answers commands. It is trusted with nothing but availability."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import msgspec
+
+from agent import clock, hub_views, links
+from agent.config import HubConfig
+from agent.gangs import Gangs
+from agent.runs import Runs
+from agent.store.sqlite import SqliteStore
+from fedpool.errors import IbshellError, NotFound, UsageError
+from fedpool.federation.plan import NAME
+from fedpool.records import Lease
+from fedpool.transport import local, ssh
+from fedpool.transport.identity import Identity, parse_public
+from fedpool.transport.peer import Peer
+from fedpool.transport.stream import Stream
+from fedpool.wire.idempotency import Answers
+from fedpool.wire.messages import (
+    ById,
+    EventsWanted,
+    LeaseNotice,
+    LeaseRenewal,
+    LeaseWanted,
+    ModelWanted,
+    RunWanted,
+    Upload,
+    UploadState,
+)
+from fedpool.wire.session import Notice, Request, from_body
+
+log = logging.getLogger(__name__)
+
+UPLOAD_BYTES_MAX = 64 << 30
+UPLOAD_ID = re.compile(r"[0-9a-f]{8,64}")
+
+
+class HubViewWanted(msgspec.Struct, frozen=True):
+    """fed.hub_view: which run, which site."""
+
+    id: str
+    site: str
+
+
+class Hub:
+    """One hub.
+
+    Args:
+        config: its configuration.
+        directory: where the configuration lies; paths are relative to it.
+    """
+
+    def __init__(self, config: HubConfig, directory: Path) -> None:
+        self.config = config
+        self._state = directory / config.state
+        self._socket = directory / config.socket
+        self.identity = Identity.load(self._state / "identity")
+        self._store = SqliteStore(self._state / "hub.db")
+        self._started = clock.now()
+        self.links: dict[str, links.SiteLink] = {}
+        self.gangs = Gangs(self._store, self.links, self._lease_changed)
+        self.runs = Runs(self._store, self.gangs, self.links, self._state / "runs")
+        for entry in config.site:
+            self.links[entry.name] = links.SiteLink(
+                entry, self.identity, self.runs.source, self.gangs.site_up, self._site_notice
+            )
+        self._answers = Answers()
+        self._tasks: asyncio.TaskGroup | None = None
+        # Method -> (type of the body, what answers it).
+        self._methods: dict[str, tuple[type, Callable[[Any], Any]]] = {
+            "pool.status": (msgspec.Struct, lambda _: self._status()),
+            "site.list": (msgspec.Struct, lambda _: hub_views.sites(self.links)),
+            "node.list": (msgspec.Struct, lambda _: hub_views.nodes(self.links)),
+            "gpu.list": (msgspec.Struct, lambda _: hub_views.gpus(self.links)),
+            "lease.request": (LeaseWanted, self._lease_request),
+            "lease.list": (msgspec.Struct, lambda _: hub_views.leases(self.gangs, self.links)),
+            "lease.show": (ById, lambda body: self.gangs.view(self.gangs.find(body.id))),
+            "lease.renew": (LeaseRenewal, self._lease_renew),
+            "lease.release": (ById, self._lease_release),
+            "upload": (Upload, self._upload),
+            "fed.run": (RunWanted, self._fed_run),
+            "fed.list": (msgspec.Struct, lambda _: hub_views.runs(self.runs)),
+            "fed.show": (ById, lambda body: self.runs.view(self.runs.find(body.id))),
+            "fed.resume": (ById, lambda body: self.runs.resume(self.runs.find(body.id))),
+            "fed.stop": (ById, lambda body: self.runs.stop(self.runs.find(body.id))),
+            "fed.events": (EventsWanted, lambda b: self.runs.events(self.runs.find(b.id), b.after, b.wait_s)),
+            "fed.model": (ModelWanted, lambda b: self.runs.model(self.runs.find(b.id), b.round, b.offset, b.size)),
+            "fed.hub_view": (HubViewWanted, lambda b: self.runs.hub_view(self.runs.find(b.id), b.site)),
+        }
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        users = {parse_public(key, f"users.{name}"): name for name, key in self.config.users.items()}
+        known = {link.key: link.name for link in self.links.values() if link.entry.mode == "reverse"}
+        server: asyncio.Server | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self.gangs.recover(tasks)
+                self.runs.recover(tasks)
+                if self.config.listen_sites:
+                    acceptor = ssh.reverse_acceptor(self.identity, known, self._site_dialled_in)
+                    await self._listen(tasks, self.config.listen_sites, acceptor)
+                if self.config.listen:
+                    await self._listen(tasks, self.config.listen, ssh.server_acceptor(self.identity, users, self._serve_user))
+                for link in self.links.values():
+                    tasks.create_task(link.run())
+                server = await local.listen(self._socket, self._serve)
+                log.info("hub %s serves %d sites", self.config.name, len(self.links))
+        finally:
+            if server is not None:
+                server.close()
+            self._store.close()
+
+    async def _listen(self, tasks: asyncio.TaskGroup, address: str, acceptor: Any) -> None:
+        listener = ssh.Listener(address, acceptor)
+        log.info("listening on %s", listener.bind())
+        tasks.create_task(listener.run())
+
+    async def _site_dialled_in(self, connection: asyncssh.SSHClientConnection, name: str) -> None:
+        await self.links[name].accept(connection)
+
+    async def _serve_user(self, subsystem: str, stream: Stream, name: str) -> None:
+        if subsystem == ssh.CONTROL:
+            log.info("%s connected", name)
+            await self._serve(stream)
+
+    async def _serve(self, stream: Stream) -> None:
+        """Serve one user's control channel."""
+        peer = Peer(stream, "hub", self.config.name, serve=self._answer)
+        with contextlib.suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(peer.run())
+                await peer.start()
+
+    def _site_notice(self, link: links.SiteLink, notice: Notice) -> None:
+        if notice.method == "lease.changed":
+            assert self._tasks is not None
+            lease = from_body(notice.body, LeaseNotice, notice.method).lease
+            self._tasks.create_task(self._settle(link, lease))
+
+    async def _settle(self, link: links.SiteLink, lease: Any) -> None:
+        try:
+            await self.gangs.site_changed(link, lease)
+        except IbshellError as error:
+            log.error("lease %s at %s: %s", lease.id, link.name, error)
+
+    def _lease_changed(self, lease: Lease) -> None:
+        log.info("lease %s is %s%s", lease.id, lease.state, f": {lease.reason}" if lease.reason else "")
+
+    async def _answer(self, request: Request) -> object:
+        method = self._methods.get(request.method)
+        if method is None:
+            raise UsageError(f"the hub does not know the method {request.method!r}", "is this command of a newer release?")
+        kind, answer = method
+        body = from_body(request.body or {}, kind, request.method) if kind is not msgspec.Struct else None
+        found = self._answers.find(request.key, request.method, body)
+        if found is not None:
+            return found
+        result = answer(body)
+        if asyncio.iscoroutine(result):
+            # A change goes on to its end even if the asker hangs up: half a lease helps nobody.
+            result = await (asyncio.shield(self._own(result)) if request.method != "fed.events" else result)
+        self._answers.keep(request.key, request.method, body, result)
+        return result
+
+    def _own(self, coroutine: Any) -> asyncio.Task[object]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    def _status(self) -> hub_views.PoolStatus:
+        return hub_views.status(
+            self.config.name, os.getpid(), clock.now() - self._started, self.links, self.gangs, self.runs
+        )
+
+    async def _lease_request(self, wanted: LeaseWanted) -> object:
+        if not NAME.fullmatch(wanted.tenant):
+            raise UsageError(f"tenant {wanted.tenant!r} is no name: letters, digits, '.', '_', '-', at most 63")
+        return self.gangs.view(await self.gangs.request(wanted))
+
+    async def _lease_renew(self, wanted: LeaseRenewal) -> object:
+        return self.gangs.view(await self.gangs.renew(self.gangs.find(wanted.id), wanted.duration_s))
+
+    async def _lease_release(self, wanted: ById) -> object:
+        return self.gangs.view(await self.gangs.end(self.gangs.find(wanted.id), "released"))
+
+    def _upload_path(self, upload_id: str) -> Path:
+        if not UPLOAD_ID.fullmatch(upload_id):
+            raise UsageError(f"{upload_id[:70]!r} is no upload id", "8 to 64 hexadecimal digits")
+        return self._state / "uploads" / upload_id
+
+    async def _upload(self, piece: Upload) -> UploadState:
+        path = self._upload_path(piece.id)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        size = path.stat().st_size if path.exists() else 0
+        if piece.offset > size or piece.offset + len(piece.data) > UPLOAD_BYTES_MAX:
+            raise UsageError(f"a piece at {piece.offset} of an upload of {size} bytes", "send the pieces in order")
+        with path.open("r+b" if size else "wb") as file:
+            file.seek(piece.offset)
+            file.write(piece.data)
+        return UploadState(path.stat().st_size)
+
+    async def _fed_run(self, wanted: RunWanted) -> object:
+        path = self._upload_path(wanted.initial)
+        if not path.exists():
+            raise NotFound(f"no upload {wanted.initial}", "send the initial parameters first")
+        try:
+            return await self.runs.create(wanted.plan, path)
+        finally:
+            path.unlink()

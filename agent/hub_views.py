@@ -1,0 +1,221 @@
+"""What people see of the hub: rows and sums over what the sites last said, with what is missing and how old it is."""
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from agent import clock
+from agent.gangs import Gangs
+from agent.links import SiteLink
+from agent.runs import Runs
+from fedpool import __version__
+from fedpool.leasing import lease as life
+from fedpool.records import SiteLease
+from fedpool.transport.identity import fingerprint
+from fedpool.wire.messages import Listing, SiteError
+
+
+class PoolStatus(msgspec.Struct, frozen=True):
+    """pool.status -> a pool in a few numbers."""
+
+    pool: str
+    hub_pid: int
+    software: str
+    uptime_s: float
+    sites: int
+    sites_up: int
+    gpus: int
+    gpus_free: int
+    leases: int
+    runs: int
+
+
+def _missing(links: Mapping[str, SiteLink]) -> list[SiteError]:
+    return [SiteError(link.name, link.error.code, link.error.message) for link in links.values() if not link.is_up]
+
+
+def _as_of(links: Mapping[str, SiteLink]) -> dict[str, str]:
+    return {link.name: clock.wall() if link.is_up else link.seen for link in links.values() if link.seen}
+
+
+def _holders(link: SiteLink) -> dict[str, SiteLease]:
+    """{UUID: the lease that occupies it} at a site."""
+    assert link.description is not None
+    return {g.uuid: lease for lease in link.description.leases if lease.occupies for g in lease.grants}
+
+
+def _described(links: Mapping[str, SiteLink]) -> Iterator[SiteLink]:
+    return (link for link in links.values() if link.description is not None)
+
+
+def status(
+    pool: str, pid: int, uptime_s: float, links: Mapping[str, SiteLink], gangs: Gangs, runs: Runs
+) -> PoolStatus:
+    """The pool in a few numbers; a silent site's devices count as taken."""
+    total = free = 0
+    for link in _described(links):
+        assert link.description is not None
+        count = len(link.description.inventory.gpus())
+        total += count
+        free += count - len(_holders(link)) if link.is_up else 0
+    return PoolStatus(
+        pool=pool,
+        hub_pid=pid,
+        software=__version__,
+        uptime_s=round(uptime_s, 1),
+        sites=len(links),
+        sites_up=sum(link.is_up for link in links.values()),
+        gpus=total,
+        gpus_free=free,
+        leases=sum(lease.state in life.LIVE for lease in gangs.leases()),
+        runs=sum(view.state in ("running", "interrupted") for view in runs.views()),
+    )
+
+
+def sites(links: Mapping[str, SiteLink]) -> Listing:
+    """One row a site."""
+    items = []
+    for link in links.values():
+        d = link.description
+        gpus = d.inventory.gpus() if d else []
+        state = "unknown" if d is None else "silent" if not link.is_up else "recovering" if d.recovering else "up"
+        items.append(
+            {
+                "name": link.name,
+                "state": state,
+                "mode": link.entry.mode,
+                "nodes": len(d.inventory.nodes) if d else None,
+                "gpus": len(gpus) if d else None,
+                "gpus_free": (len(gpus) - len(_holders(link)) if link.is_up else 0) if d else None,
+                "types": ",".join(sorted({gpu.type for gpu in gpus})),
+                "since_s": round(clock.now() - link.since, 1),
+                "seen": link.seen,
+                "address": link.entry.address,
+                "identity": fingerprint(link.key),
+                "software": d.software if d else "",
+                "backend": d.inventory.backend if d else "",
+                "epoch": d.epoch if d else None,
+                "kex": link.negotiated.get("kex", ""),
+                "cipher": link.negotiated.get("cipher", ""),
+                "error": "" if link.is_up else link.error.message,
+            }
+        )
+    return Listing(items, _missing(links), _as_of(links))
+
+
+def nodes(links: Mapping[str, SiteLink]) -> Listing:
+    """One row a node."""
+    items = []
+    for link in _described(links):
+        assert link.description is not None
+        holders = _holders(link)
+        for node in link.description.inventory.nodes:
+            used = sum(gpu.uuid in holders for gpu in node.gpus)
+            items.append(
+                {
+                    "node": f"{link.name}:{node.name}",
+                    "site": link.name,
+                    "leaf": node.leaf,
+                    "state": "up" if link.is_up else "unknown",
+                    "gpus": len(node.gpus),
+                    "gpus_free": len(node.gpus) - used if link.is_up else 0,
+                    "type": ",".join(sorted({gpu.type for gpu in node.gpus})),
+                }
+            )
+    return Listing(items, _missing(links), _as_of(links))
+
+
+def gpus(links: Mapping[str, SiteLink]) -> Listing:
+    """One row a device."""
+    items = []
+    for link in _described(links):
+        assert link.description is not None
+        holders = _holders(link)
+        for node in link.description.inventory.nodes:
+            for gpu in node.gpus:
+                lease = holders.get(gpu.uuid)
+                state = "unknown" if not link.is_up else "free" if lease is None else lease.state
+                items.append(
+                    {
+                        "gpu": f"{link.name}:{node.name}/{gpu.index}",
+                        "type": gpu.type,
+                        "memory_bytes": gpu.memory_bytes,
+                        "state": state,
+                        "lease": lease.id if lease else "",
+                        "tenant": lease.tenant if lease else "",
+                        "site": link.name,
+                        "node": node.name,
+                        "index": gpu.index,
+                        "leaf": node.leaf,
+                        "nvlink_domain": gpu.nvlink_domain,
+                        "uuid": gpu.uuid,
+                        "token": next((g.token for g in lease.grants if g.uuid == gpu.uuid), None) if lease else None,
+                    }
+                )
+    return Listing(items, _missing(links), _as_of(links))
+
+
+def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
+    """One row a lease; what a site holds and the hub does not know is an orphan, shown until it is gone."""
+    items = []
+    known = set()
+    for lease in gangs.leases():
+        known.add(lease.id)
+        view = gangs.view(lease)
+        state = lease.state
+        if view.silent_sites and lease.state in life.LIVE:
+            since = min(view.silent_sites.values()) or lease.requested_at
+            state = f"unknown since {since}"
+        items.append(
+            {
+                "id": lease.id,
+                "tenant": lease.tenant,
+                "state": state,
+                "gpus": lease.gpus,
+                "sites": len(lease.parts),
+                "expires_in_s": None if view.expires_in_s is None else round(view.expires_in_s, 1),
+                "requested_at": lease.requested_at,
+                "reason": lease.reason,
+                "site_names": [part.site for part in lease.parts],
+            }
+        )
+    for link in _described(links):
+        assert link.description is not None
+        for orphan in link.description.leases:
+            if orphan.occupies and orphan.id not in known:
+                items.append(
+                    {
+                        "id": orphan.id,
+                        "tenant": orphan.tenant,
+                        "state": f"orphan ({orphan.state})",
+                        "gpus": len(orphan.grants),
+                        "sites": 1,
+                        "expires_in_s": None,
+                        "requested_at": "",
+                        "reason": "the hub does not know it",
+                        "site_names": [link.name],
+                    }
+                )
+    return Listing(items, _missing(links), _as_of(links))
+
+
+def runs(all_runs: Runs) -> Listing:
+    """One row a run."""
+    items = []
+    for view in all_runs.views():
+        last = view.history[-1] if view.history else {}
+        items.append(
+            {
+                "id": view.id,
+                "name": view.name,
+                "tenant": view.tenant,
+                "state": view.state,
+                "round": view.round,
+                "rounds": view.rounds,
+                "sites": len(view.sites),
+                "metrics": last.get("metrics", {}),
+                "lease": view.lease,
+                "reason": view.reason,
+            }
+        )
+    return Listing(items)

@@ -1,0 +1,132 @@
+"""Programs as child processes of the agent, bound to a lease.
+
+Every process carries its lease in its environment, and the kernel kills the child when the agent dies. Ending a lease kills
+each process that bears the mark, wherever it has wandered (its own session included), until a scan of /proc finds none: only
+then may the devices be given to somebody else.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from agent import clock
+from fedpool.errors import ProgramFailed, TimedOut
+
+LEASE_VARIABLE = "IBSHELL_LEASE"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+POLL_S = 0.02
+LOG_TAIL_BYTES = 2000
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Program:
+    """A running program.
+
+    Attributes:
+        log: file with its output.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, argv: Sequence[str]) -> None:
+        self._process = process
+        self.log = log
+        self._argv = argv
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def wait(self) -> str:
+        """Wait for its end; returns what to tell people, "" when it ended well."""
+        status = await self._process.wait()
+        if status == 0:
+            return ""
+        how = f"was ended by signal {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        tail = last_line(self.log)
+        return f"{Path(self._argv[0]).name} {how}{f': {tail}' if tail else ''}"
+
+
+def last_line(log: Path) -> str:
+    """The last line a program wrote that says something, cleaned of control characters."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    said = [line.strip() for line in lines if line.strip()]
+    return "".join(c if c.isprintable() else "?" for c in said[-1])[:300] if said else ""
+
+
+async def start(lease: str, argv: Sequence[str], environment: Mapping[str, str], directory: Path) -> Program:
+    """Start a program bound to a lease, its output going to `output.log` in its directory.
+
+    Raises:
+        ProgramFailed: it cannot be started.
+    """
+    log = directory / "output.log"
+    try:
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                cwd=directory,
+                env={**environment, LEASE_VARIABLE: lease},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+    except FileNotFoundError:
+        raise ProgramFailed(f"the program {argv[0]!r} does not exist at this site", "name one that does, or a full path") from None
+    except OSError as error:
+        raise ProgramFailed(f"the program {argv[0]!r} cannot be started: {error.strerror}") from None
+    return Program(process, log, argv)
+
+
+def scan() -> dict[str, list[int]]:
+    """{lease: processes that bear its mark}, of this user (of everybody where the agent is root)."""
+    found: dict[str, list[int]] = {}
+    prefix = f"{LEASE_VARIABLE}=".encode()
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = Path(entry.path, "environ").read_bytes()
+            if Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+        except OSError:
+            continue  # ended meanwhile, or another user's
+        for variable in environment.split(b"\0"):
+            if variable.startswith(prefix):
+                found.setdefault(variable[len(prefix) :].decode(errors="replace"), []).append(int(entry.name))
+    return found
+
+
+async def end(lease: str, patience_s: float = 30.0) -> None:
+    """Kill every process of a lease and return when none is left.
+
+    Raises:
+        TimedOut: one does not die; its process id is named. The devices must stay occupied.
+    """
+    deadline = clock.now() + patience_s
+    while True:
+        left = (await asyncio.to_thread(scan)).get(lease, [])
+        if not left:
+            return
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if clock.now() > deadline:
+            raise TimedOut(f"processes {left} of lease {lease} do not die", "look at them; they may hang in a driver")
+        await asyncio.sleep(POLL_S)

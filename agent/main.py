@@ -1,0 +1,134 @@
+"""`ibshell-agent`: the long-running side. The composition root, and the only place that picks real or simulated parts."""
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from fedpool import __version__
+from fedpool.errors import IbshellError
+
+_EXAMPLES = """examples:
+  ibshell-agent hub --config hub.toml
+  ibshell-agent site --config site.toml
+  ibshell-agent key --state /var/lib/ibshell          make this party's key if there is none, and print its public half
+  ibshell-agent stdio --socket /run/ibshell/site.sock fedpool     behind sshd: bridge to the site agent
+"""
+
+
+def main() -> None:
+    """Run the command line of the agent."""
+    parser = argparse.ArgumentParser(
+        prog="ibshell-agent", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"ibshell-agent {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("hub", "run a hub"), ("site", "run a site's agent")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--config", type=Path, required=True, help="its configuration, TOML")
+        command.add_argument("--verbose", action="store_true", help="log debugging details too")
+    key = commands.add_parser("key", help="make a key if there is none and print its public half")
+    key.add_argument("--state", type=Path, default=Path(), help="the party's state directory")
+    stdio = commands.add_parser("stdio", help="bridge standard input and output to a site agent")
+    stdio.add_argument("--socket", type=Path, default=None, help="the agent's Unix socket (default: IBSHELL_AGENT_SOCKET)")
+    stdio.add_argument("subsystem", help="fedpool or fedpool-bulk")
+    arguments = parser.parse_args()
+    try:
+        sys.exit(_run(arguments))
+    except IbshellError as error:
+        print(f"ibshell-agent: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"  {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_status)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    match arguments.command:
+        case "key":
+            return _key(arguments.state)
+        case "stdio":
+            from agent.stdio import bridge
+
+            socket = arguments.socket or Path(os.environ.get("IBSHELL_AGENT_SOCKET", "site.sock"))
+            return asyncio.run(bridge(socket, arguments.subsystem))
+        case "hub":
+            return _serve(_hub(arguments.config), arguments.verbose)
+        case _:
+            return _serve(_site(arguments.config), arguments.verbose)
+
+
+def _key(state: Path) -> int:
+    from fedpool.transport.identity import Identity, fingerprint, public_line
+
+    path = state / "identity"
+    identity = Identity.load(path) if path.exists() else Identity.create(path)
+    print(public_line(identity.public))
+    print(fingerprint(identity.public), file=sys.stderr)
+    return 0
+
+
+async def _hub(path: Path) -> None:
+    from agent.config import HubConfig, load
+    from agent.hub import Hub
+
+    await Hub(load(path, HubConfig), path.parent.resolve()).run()
+
+
+async def _site(path: Path) -> None:
+    from agent.config import SiteConfig, load
+    from agent.site import SiteAgent
+
+    await SiteAgent(load(path, SiteConfig), path.parent.resolve()).run()
+
+
+def _serve(service: Coroutine[Any, Any, None], verbose: bool) -> int:
+    """Run a service until SIGTERM or SIGINT, which end it in order."""
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("asyncssh").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    _keep_big_blocks()
+    return asyncio.run(_until_signalled(service))
+
+
+async def _until_signalled(service: Coroutine[Any, Any, None]) -> int:
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(service)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return 0
+    except BaseExceptionGroup as group:
+        known, others = group.split(IbshellError)
+        if others is not None or known is None:
+            raise
+        error: BaseException = known
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+    return 0
+
+
+def _keep_big_blocks() -> None:
+    """Tell glibc to keep big blocks: asyncssh's large packets would otherwise be mapped and unmapped one by one."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return  # another C library
+    for option, value in ((-3, 1 << 30), (-1, 512 << 20), (-2, 64 << 20)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        mallopt(option, value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""One round at the hub: puts the machine's questions to the sites, gathers vectors, journals every step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from agent import clock, files
+from agent.links import SiteLink
+from fedpool.errors import IbshellError, IntegrityError, RoundFailed, Unreachable
+from fedpool.federation.plan import Plan
+from fedpool.secagg.manifest import Manifest
+from fedpool.secagg.messages import KeyMessage, VectorMessage
+from fedpool.secagg.server import Answered, Ask, Fail, HubEvent, HubRound, Lost, PhaseEnded, Unmask
+from fedpool.wire.bulk import object_id
+from fedpool.wire.messages import Nothing, Phase, PhaseAnswer, RoundOver, RoundWanted
+
+log = logging.getLogger(__name__)
+
+PHASE_TIMEOUT_S = 60.0
+# A site whose link breaks may come back to the same round within this time; answers are repeated, nothing is lost.
+RECONNECT_GRACE_S = 5.0
+
+
+class RoundDriver:
+    """Drives one attempt at one round.
+
+    Args:
+        manifest: the round.
+        journal: encoded events of an attempt that a restart interrupted, or nothing.
+        plan: of the run.
+        links: {site: link}.
+        directory: for the vectors.
+        model: the round's global parameters.
+        record: makes an accepted event durable.
+        tell: takes progress for people.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        journal: list[bytes],
+        plan: Plan,
+        links: Mapping[str, SiteLink],
+        directory: Path,
+        model: Path,
+        record: Callable[[bytes], Awaitable[None]],
+        tell: Callable[..., None],
+    ) -> None:
+        self.machine = HubRound(manifest)
+        self._manifest = manifest
+        self._plan = plan
+        self._links = links
+        self._directory = directory
+        self._model = model
+        self._record = record
+        self._tell = tell
+        self._events: asyncio.Queue[HubEvent] = asyncio.Queue()
+        self._asking: dict[int, asyncio.Task[None]] = {}
+        self._phase_ends = 0.0
+        self._result: Unmask | Fail | None = None
+        self.resumed = bool(journal)
+        for encoded in journal:
+            decision = self.machine.step(msgspec.msgpack.decode(encoded, type=HubEvent))
+            self._finish([effect for effect in decision.effects if not isinstance(effect, Ask)])
+
+    def vector(self, index: int) -> Path:
+        """Where a site's masked vector is gathered."""
+        return self._directory / f"vector-{index}"
+
+    async def run(self) -> Unmask:
+        """Bring the round to its end.
+
+        Raises:
+            RoundFailed: it came to nothing; nobody's update was revealed.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        async with asyncio.TaskGroup() as tasks:
+            self._begin_phase(tasks, self.machine.outstanding())
+            while self._result is None:
+                try:
+                    async with asyncio.timeout(max(0.0, self._phase_ends - clock.now())):
+                        event = await self._events.get()
+                except TimeoutError:
+                    event = PhaseEnded(self.machine.phase)
+                await self._take(tasks, event)
+            for task in self._asking.values():
+                task.cancel()
+        if isinstance(self._result, Fail):
+            raise RoundFailed(
+                f"round {self._manifest.round} failed in its {self._result.phase} phase: {self._result.reason}",
+                "no mask share was revealed and the global parameters are as before; ibshell fed resume tries again",
+            )
+        return self._result
+
+    async def _take(self, tasks: asyncio.TaskGroup, event: HubEvent) -> None:
+        phase, lost = self.machine.phase, dict(self.machine.lost)
+        decision = self.machine.step(event)
+        for entry in decision.entries:
+            await self._record(msgspec.msgpack.encode(entry))
+        for index in self.machine.lost.keys() - lost.keys():
+            where, reason = self.machine.lost[index]
+            log.info("round %d: %s is out: %s", self._manifest.round, self.machine.name(index), reason)
+            self._tell("site_out", site=self.machine.name(index), phase=where, reason=reason)
+        self._finish([effect for effect in decision.effects if not isinstance(effect, Ask)])
+        if self.machine.phase != phase and self._result is None:
+            self._begin_phase(tasks, [effect for effect in decision.effects if isinstance(effect, Ask)])
+
+    def _finish(self, effects: list[Unmask | Fail]) -> None:
+        for effect in effects:
+            self._result = effect
+
+    def _begin_phase(self, tasks: asyncio.TaskGroup, asks: list[Ask]) -> None:
+        phase = self.machine.phase
+        self._phase_ends = clock.now() + (self._plan.deadline_s if phase == "input" else PHASE_TIMEOUT_S)
+        self._tell("phase", phase=phase, members=len(self.machine.members), left_s=self._phase_ends - clock.now())
+        for task in self._asking.values():
+            task.cancel()
+        self._asking = {ask.index: tasks.create_task(self._put(ask)) for ask in asks}
+
+    async def _put(self, ask: Ask) -> None:
+        """Put a question until it is answered, the site is gone, or the phase ends."""
+        name = self.machine.name(ask.index)
+        link = self._links[name]
+        while True:
+            try:
+                event: HubEvent = await self._question(link, ask)
+            except Unreachable as error:
+                if await self._is_back(link):
+                    continue
+                event = Lost(ask.index, ask.phase, error.message)
+            except (IbshellError, OSError) as error:
+                event = Lost(ask.index, ask.phase, getattr(error, "message", str(error)))
+            await self._events.put(event)
+            if isinstance(event, Answered):
+                self._tell("answered", phase=ask.phase, site=name)
+            return
+
+    @staticmethod
+    async def _is_back(link: SiteLink) -> bool:
+        deadline = clock.now() + RECONNECT_GRACE_S
+        while clock.now() < deadline:
+            await asyncio.sleep(0.1)
+            if link.is_up:
+                return True
+        return False
+
+    async def _question(self, link: SiteLink, ask: Ask) -> Answered:
+        m = self._manifest
+        left = max(1.0, self._phase_ends - clock.now())
+        if isinstance(ask.question, Manifest):
+            size = self._model.stat().st_size
+            wanted = RoundWanted(m, size, self._plan.deadline_s)
+            return Answered.of(ask.phase, await link.call("round.open", wanted, KeyMessage, left))
+        question = msgspec.msgpack.encode(ask.question)
+        phase = Phase(m.federation, m.round, m.attempt, ask.phase, question)
+        answer = await link.call("round.step", phase, PhaseAnswer, left)
+        if ask.phase == "input":
+            await self._gather(link, ask.index, msgspec.msgpack.decode(answer.message, type=VectorMessage))
+        return Answered(ask.phase, ask.index, answer.message)
+
+    async def _gather(self, link: SiteLink, index: int, message: VectorMessage) -> None:
+        """Fetch a masked vector and check it against its signed digest."""
+        path = self.vector(index)
+        await link.fetch(object_id(f"vector/{self._manifest.digest().hex()}/{index}"), path)
+        expected = self._manifest.words * 4
+        if path.stat().st_size != expected:
+            raise IntegrityError(f"{link.name} sent {path.stat().st_size} bytes, {expected} expected")
+        await files.verified(path, message.vector, f"the vector of {link.name}")
+
+    async def close(self, outcome: str) -> None:
+        """Tell every site that can be reached that the round is over."""
+        over = RoundOver(self._manifest.federation, self._manifest.round, self._manifest.attempt, outcome)
+
+        async def tell(link: SiteLink) -> None:
+            try:
+                await link.call("round.close", over, Nothing, 5.0)
+            except IbshellError as error:
+                log.info("%s was not told that the round is over: %s", link.name, error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for site in self._manifest.participants:
+                if self._links[site.name].is_up:
+                    tasks.create_task(tell(self._links[site.name]))

@@ -1,0 +1,448 @@
+"""The hub's federated runs: each a fold of durable entries, driven to its end, resumable after anything."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agent import clock, files
+from agent.aggregate import aggregate
+from agent.gangs import Gangs
+from agent.links import SiteLink
+from agent.run_rounds import RoundDriver
+from agent.store.sqlite import SqliteStore
+from fedpool.errors import Failed, IbshellError, NotFound, ProgramFailed, Refused, RoundFailed, TimedOut, UsageError
+from fedpool.federation import parameters
+from fedpool.federation import plan as plans
+from fedpool.federation.rounds import (
+    RoundEnded,
+    RoundJournal,
+    RoundLost,
+    RoundOpened,
+    Run,
+    RunCreated,
+    RunEnded,
+    RunEntry,
+    RunLeased,
+    RunResumed,
+)
+from fedpool.leasing import lease as life
+from fedpool.secagg.manifest import Manifest, Participant
+from fedpool.transport.bulk import Source
+from fedpool.wire.bulk import object_id
+from fedpool.wire.messages import (
+    Events,
+    HubView,
+    LeaseWanted,
+    ModelPiece,
+    Nothing,
+    RunView,
+    TaskEnded,
+    TaskWanted,
+)
+
+log = logging.getLogger(__name__)
+
+EVENTS_KEPT = 5000
+GATHER_S = 10.0
+HUB_VIEW_WORDS = 16
+
+
+class _Live:
+    """What a run has in this process beside its durable state."""
+
+    def __init__(self, run: Run, directory: Path) -> None:
+        self.run = run
+        self.directory = directory
+        self.driver: asyncio.Task[None] | None = None
+        self.round: RoundDriver | None = None
+        self.events: list[dict[str, Any]] = []
+        self.first_event = 0
+        self.changed = asyncio.Condition()
+
+    @property
+    def state(self) -> str:
+        """The run's state as people see it: one that nobody drives is interrupted."""
+        if self.run.is_over:
+            return self.run.state
+        return "running" if self.driver is not None and not self.driver.done() else "interrupted"
+
+    def model(self, number: int) -> Path:
+        """The global parameters after a round; 0 are the initial ones."""
+        return self.directory / f"model-{number}.safetensors"
+
+    def tell(self, kind: str, **details: Any) -> None:
+        """Add an event for whoever watches."""
+        number = self.first_event + len(self.events)
+        self.events.append(
+            {"n": number, "time": clock.wall(), "kind": kind, "round": self.run.round + 1, **details}
+        )
+        if len(self.events) > EVENTS_KEPT:
+            del self.events[: EVENTS_KEPT // 2]
+            self.first_event += EVENTS_KEPT // 2
+        asyncio.get_running_loop().create_task(self._wake())
+
+    async def _wake(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+class Runs:
+    """All runs of the hub.
+
+    Args:
+        store: where entries go.
+        gangs: the leases.
+        links: {site: link}.
+        directory: for models and vectors.
+    """
+
+    def __init__(self, store: SqliteStore, gangs: Gangs, links: Mapping[str, SiteLink], directory: Path) -> None:
+        self._store = store
+        self._gangs = gangs
+        self._links = links
+        self._directory = directory
+        self._live: dict[str, _Live] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def recover(self, tasks: asyncio.TaskGroup) -> None:
+        """Read every run back; one that was going on waits to be resumed."""
+        self._tasks = tasks
+        for stream in self._store.streams("run/"):
+            entries = self._store.read(stream, RunEntry)
+            created = entries[0]
+            assert isinstance(created, RunCreated)
+            run = Run(created.run, plans.parse(created.plan_text, f"the plan of run {created.run}"))
+            for entry in entries:
+                run.apply(entry)
+            self._live[run.id] = _Live(run, self._directory / run.id)
+
+    async def _record(self, live: _Live, entry: RunEntry) -> None:
+        await self._store.append(f"run/{live.run.id}", [entry])
+        live.run.apply(entry)
+
+    def find(self, prefix: str) -> _Live:
+        """A run by id, unique prefix, or name (the latest of that name).
+
+        Raises:
+            NotFound: none or several.
+        """
+        matching = [live for key, live in self._live.items() if key.startswith(prefix)]
+        if not matching:
+            matching = [live for live in self._live.values() if live.run.plan.name == prefix][-1:]
+        if not matching:
+            raise NotFound(f"no run {prefix}", "ibshell fed list shows them")
+        if len(matching) > 1:
+            raise NotFound(f"{prefix} could be {', '.join(live.run.id for live in matching[:5])}", "give more digits")
+        return matching[0]
+
+    def view(self, live: _Live) -> RunView:
+        """A run as people see it."""
+        run = live.run
+        sites = list(run.sites) or (run.plan.sites if isinstance(run.plan.sites, list) else [])
+        return RunView(
+            run.id, run.plan.name, run.plan.tenant, live.state, run.round, run.plan.rounds, run.lease, sites, run.reason, run.history
+        )
+
+    def views(self) -> list[RunView]:
+        """All runs, oldest first."""
+        return [self.view(live) for live in self._live.values()]
+
+    async def create(self, text: str, initial: Path) -> RunView:
+        """Start a run from a plan and its initial parameters.
+
+        Raises:
+            PlanError, UsageError: they cannot be used.
+        """
+        plan = plans.parse(text)
+        with files.mapped(initial) as mapped:
+            layout = parameters.layout(mapped, f"the initial parameters {plan.initial!r}")
+            digest = hashlib.sha256(mapped.data if mapped.size else b"").hexdigest()
+        if not layout.parameters:
+            raise UsageError(f"the initial parameters {plan.initial!r} hold no tensor of floating point")
+        run = Run(secrets.token_hex(4), plan)
+        live = _Live(run, self._directory / run.id)
+        live.directory.mkdir(parents=True, mode=0o700)
+        shutil.copyfile(initial, live.model(0))
+        await self._record(live, RunCreated(run.id, text, digest))
+        self._live[run.id] = live
+        self._drive(live)
+        return self.view(live)
+
+    async def resume(self, live: _Live) -> RunView:
+        """Go on with a run that failed, was stopped, or whose hub restarted.
+
+        Raises:
+            Refused: it is going on, or finished.
+        """
+        if live.state == "interrupted":
+            live.tell("resumed")
+        else:
+            live.run.may_resume()
+            await self._record(live, RunResumed())
+            live.tell("resumed")
+        self._drive(live)
+        return self.view(live)
+
+    async def stop(self, live: _Live) -> RunView:
+        """Stop a run; its programs end and its lease is released."""
+        if live.run.is_over:
+            return self.view(live)
+        if live.driver is not None:
+            live.driver.cancel()
+            await asyncio.wait([live.driver])
+        await self._end(live, "stopped", "stopped by request")
+        return self.view(live)
+
+    def _drive(self, live: _Live) -> None:
+        assert self._tasks is not None
+        live.driver = self._tasks.create_task(self._run(live))
+
+    async def _run(self, live: _Live) -> None:
+        try:
+            while (action := live.run.next_action()) != "nothing":
+                if action == "finish":
+                    await self._end(live, "finished", "")
+                    return
+                lease = await self._lease(live)
+                if action == "round":
+                    await self._round(live, lease)
+        except IbshellError as error:
+            log.info("run %s failed: %s", live.run.id, error)
+            await self._fail(live, error)
+        except OSError as error:
+            await self._fail(live, Failed(f"the hub's disk: {error.strerror}"))
+
+    async def _fail(self, live: _Live, error: IbshellError) -> None:
+        try:
+            await self._end(live, "failed", str(error))
+        except IbshellError as second:
+            log.error("the end of run %s could not be recorded: %s", live.run.id, second)
+
+    async def _end(self, live: _Live, state: str, reason: str) -> None:
+        await self._record(live, RunEnded(state, reason))
+        live.round = None
+
+        async def stop(link: SiteLink) -> None:
+            try:
+                await link.call("task.stop", TaskEnded(live.run.id, state), Nothing, 15.0)
+            except IbshellError as error:
+                log.info("%s: %s", link.name, error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for site in live.run.sites:
+                if self._links[site].is_up:
+                    tasks.create_task(stop(self._links[site]))
+        if live.run.lease:
+            try:
+                await self._gangs.end(self._gangs.find(live.run.lease), "released")
+            except IbshellError as error:
+                log.info("lease %s: %s", live.run.lease, error)
+        live.tell("ended", state=state, reason=reason)
+
+    async def _lease(self, live: _Live) -> str:
+        """The run's active lease: taken, or renewed when half of it is over."""
+        run = live.run
+        if run.lease:
+            lease = self._gangs.find(run.lease)
+            if lease.state == "active":
+                left = lease.deadline - clock.now()
+                if left < run.plan.lease_s / 2:
+                    try:
+                        await self._gangs.renew(lease, run.plan.lease_s)
+                    except IbshellError as error:
+                        if left <= 0:
+                            raise
+                        log.info("%s", error)  # tried again at the next round
+                return run.lease
+            if lease.state in life.FINAL and live.round is not None:
+                raise Refused(f"lease {lease.id} is {lease.state}: {lease.reason}", "ibshell fed resume takes a new one")
+        plan = run.plan
+        names = plan.sites if isinstance(plan.sites, list) else list(run.sites)
+        live.tell("leasing", sites=plan.cohort, gpus=plan.cohort * plan.gpus_per_site)
+        wanted = LeaseWanted(
+            tenant=plan.tenant,
+            gpus=plan.cohort * plan.gpus_per_site,
+            duration_s=plan.lease_s,
+            sites=plan.cohort,
+            site_names=names,
+            gpu_type=plan.gpu_type,
+        )
+        lease = await self._gangs.request(wanted)
+        await self._record(live, RunLeased(lease.id, tuple(sorted(part.site for part in lease.parts))))
+        live.tell("leased", lease=lease.id, sites=len(lease.parts), gpus=lease.gpus)
+        return lease.id
+
+    async def _round(self, live: _Live, lease: str) -> None:
+        run, started = live.run, clock.now()
+        traffic = {site: self._links[site].traffic for site in run.sites}
+        ready = await self._programs(live, lease)
+        if run.manifest:
+            manifest = msgspec.msgpack.decode(run.manifest, type=Manifest)
+        else:
+            manifest = self._manifest(run, ready)
+            await self._record(live, RoundOpened(manifest.round, manifest.attempt, msgspec.msgpack.encode(manifest)))
+
+        async def record(event: bytes) -> None:
+            await self._record(live, RoundJournal(event))
+
+        directory = live.directory / f"round-{manifest.round}-{manifest.attempt}"
+        driver = RoundDriver(
+            manifest, run.journal, run.plan, self._links, directory, live.model(run.round), record, live.tell
+        )
+        live.round = driver
+        live.tell("round", attempt=manifest.attempt, cohort=len(manifest.participants), rounds=run.plan.rounds)
+        try:
+            unmask = await driver.run()
+            vectors = [driver.vector(index) for index in unmask.survivors]
+            result = await asyncio.to_thread(
+                aggregate, manifest, vectors, unmask.removal, run.plan.strategy, live.model(run.round), live.model(manifest.round)
+            )
+        except (RoundFailed, IbshellError) as error:
+            await self._record(live, RoundLost(manifest.round, manifest.attempt, error.message))
+            await driver.close("failed")
+            raise
+        now = {site: self._links[site].traffic for site in run.sites}
+        summary = {
+            "round": manifest.round,
+            "attempt": manifest.attempt,
+            "survivors": [driver.machine.name(index) for index in unmask.survivors],
+            "lost": {driver.machine.name(i): f"{phase}: {why}" for i, (phase, why) in driver.machine.lost.items()},
+            "weight": result.weight,
+            "metrics": result.metrics,
+            "seconds": round(clock.now() - started, 4),
+            "bytes_up": sum(now[site][0] - traffic[site][0] for site in run.sites),
+            "bytes_down": sum(now[site][1] - traffic[site][1] for site in run.sites),
+            "model": result.model,
+        }
+        await self._record(live, RoundEnded(manifest.round, result.model, summary))
+        await driver.close("aggregated")
+        self._tidy(live)
+        live.tell("aggregated", **{**summary, "round": manifest.round})
+
+    def _tidy(self, live: _Live) -> None:
+        """Keep the initial and the two latest models, and the latest round's vectors."""
+        for path in live.directory.glob("round-*"):
+            if int(path.name.split("-")[1]) < live.run.round:
+                shutil.rmtree(path)
+        for number in range(1, live.run.round - 1):
+            live.model(number).unlink(missing_ok=True)
+
+    def _manifest(self, run: Run, ready: list[str]) -> Manifest:
+        plan, number = run.plan, run.round + 1
+        with files.mapped(self._directory / run.id / f"model-{run.round}.safetensors") as mapped:
+            count = parameters.layout(mapped, "the model").parameters
+        return Manifest(
+            federation=run.id,
+            round=number,
+            attempt=run.attempt + 1,
+            plan=plans.digest(run.plan_text),
+            model=bytes.fromhex(run.model),
+            participants=tuple(Participant(i, name, self._links[name].key) for i, name in enumerate(ready, 1)),
+            threshold=plan.threshold_for(len(ready)),
+            minimum_cohort=plan.minimum_cohort,
+            parameters=count,
+            metrics=tuple(plan.metrics),
+            clip=plan.clip,
+            metric_range=plan.metric_range,
+            max_weight=plan.max_weight,
+        )
+
+    async def _programs(self, live: _Live, lease_id: str) -> list[str]:
+        """See that the program runs at every site of the lease; returns the sites where it does.
+
+        Raises:
+            ProgramFailed, TimedOut: at too few of them.
+        """
+        run = live.run
+        lease = self._gangs.find(lease_id)
+        needed = run.plan.minimum_cohort
+        deadline = clock.now() + GATHER_S
+        while True:
+            problems: dict[str, IbshellError] = {}
+
+            async def start(site: str, token: int, problems: dict[str, IbshellError] = problems) -> None:
+                wanted = TaskWanted(
+                    run.id, lease_id, token, run.plan.program, plans.digest(run.plan_text), run.plan.config
+                )
+                try:
+                    await self._links[site].call("task.start", wanted, Nothing)
+                except IbshellError as error:
+                    problems[site] = error
+
+            async with asyncio.TaskGroup() as tasks:
+                for part in lease.parts:
+                    tasks.create_task(start(part.site, part.grants[0].token))
+            ready = [part.site for part in lease.parts if part.site not in problems]
+            if len(ready) >= needed:
+                for site, error in problems.items():
+                    live.tell("site_out", site=site, phase="start", reason=error.message)
+                return sorted(ready)
+            first = next(iter(problems.values()))
+            if all(isinstance(error, ProgramFailed | Refused) for error in problems.values()):
+                raise ProgramFailed(f"the program runs at {len(ready)} of {needed} sites needed: {first.message}", first.hint)
+            if clock.now() > deadline:
+                raise TimedOut(f"{len(ready)} of {needed} sites needed are there: {first.message}", "ibshell site list says why")
+            await asyncio.sleep(0.5)
+
+    async def events(self, live: _Live, after: int, wait_s: float) -> Events:
+        """Events after number `after`, waiting for something new if there is none."""
+        end = live.first_event + len(live.events)
+        if after >= end and not live.run.is_over:
+            try:
+                async with asyncio.timeout(min(wait_s, 30.0)), live.changed:
+                    await live.changed.wait_for(lambda: live.first_event + len(live.events) > after)
+            except TimeoutError:
+                log.debug("nothing new in run %s", live.run.id)
+        items = live.events[max(0, after - live.first_event) :]
+        return Events(items, live.first_event + len(live.events), live.state)
+
+    def model(self, live: _Live, number: int | None, offset: int, size: int) -> ModelPiece:
+        """A piece of a round's global parameters.
+
+        Raises:
+            NotFound: that round's are not kept.
+        """
+        chosen = live.run.round if number is None else number
+        path = live.model(chosen)
+        if not path.exists():
+            raise NotFound(f"run {live.run.id} keeps no model of round {chosen}", "the initial and the two latest are kept")
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(min(size, 512 * 1024))
+        digest = live.run.model if chosen == live.run.round else files.sha256(path).hex()
+        return ModelPiece(data, path.stat().st_size, digest, chosen)
+
+    def hub_view(self, live: _Live, site: str) -> HubView:
+        """The first words of what the hub last got from a site: what an auditor may see of an update.
+
+        Raises:
+            NotFound: nothing is kept of it.
+        """
+        driver = live.round
+        if driver is not None:
+            for index in driver.machine.survivors:
+                if driver.machine.name(index) == site and driver.vector(index).exists():
+                    raw = driver.vector(index).read_bytes()[: 4 * HUB_VIEW_WORDS]
+                    words = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+                    return HubView(site, driver.machine.manifest.round, words)
+        raise NotFound(f"the hub holds no vector of {site} in run {live.run.id}")
+
+    async def source(self, wanted: bytes) -> Source:
+        """A global model, for a site to fetch.
+
+        Raises:
+            NotFound: no run has it.
+        """
+        for live in self._live.values():
+            if wanted == object_id(f"model/{live.run.id}/{live.run.model}"):
+                return files.FileSource(live.model(live.run.round))
+        raise NotFound("no such model")

@@ -1,0 +1,256 @@
+"""A site agent: the one authority over its site's devices. It answers the hub, however the hub reaches it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from pathlib import Path
+
+from agent import clock, files
+from agent.backoff import LAST_S, delay
+from agent.config import SiteConfig
+from agent.leases import SiteLeases
+from agent.programs import Task
+from agent.site_rounds import SiteRounds
+from agent.store.sqlite import SqliteStore
+from fedpool import __version__
+from fedpool.errors import IbshellError, NotFound, Unreachable, UsageError
+from fedpool.leasing.grants import Abort, Commit, Hold, Release, Renew
+from fedpool.records import SiteLease
+from fedpool.secagg.manifest import SitePolicy
+from fedpool.transport import local, ssh
+from fedpool.transport.bulk import BulkChannel
+from fedpool.transport.identity import Identity, parse_public
+from fedpool.transport.peer import Peer
+from fedpool.transport.stream import AsyncioStream, Stream
+from fedpool.wire.messages import (
+    LeaseNotice,
+    Nothing,
+    Phase,
+    RoundOver,
+    RoundWanted,
+    SiteDescription,
+    TaskEnded,
+    TaskWanted,
+)
+from fedpool.wire.session import Request, from_body
+
+log = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 600.0
+
+
+class SiteAgent:
+    """One site.
+
+    Args:
+        config: its configuration.
+        directory: where the configuration lies; paths are relative to it.
+    """
+
+    def __init__(self, config: SiteConfig, directory: Path) -> None:
+        self.config = config
+        self._state = directory / config.state
+        self._runtime = (directory / config.socket).parent
+        self._socket = directory / config.socket
+        self._data = str((directory / config.data).resolve()) if config.data else ""
+        self.identity = Identity.load(self._state / "identity")
+        self._hub_keys = {parse_public(config.hub_key, "hub_key"): "hub"}
+        self._store = SqliteStore(self._state / "site.db")
+        self._inventory = config.simulated.inventory()
+        self._leases = SiteLeases(config.name, self._inventory, self._store, self._lease_changed)
+        peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
+        self._rounds = SiteRounds(
+            SitePolicy(config.name, self.identity.public, peers, config.minimum_cohort),
+            self.identity,
+            self._store,
+            self._state / "rounds",
+            self._fetch,
+            self._task,
+        )
+        self._tasks: dict[str, Task] = {}
+        self._starting = asyncio.Lock()
+        self._hubs: set[Peer] = set()
+        self._bulk: BulkChannel | None = None
+        self._bulk_up = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until cancelled; programs end with the agent."""
+        await self._leases.recover()
+        server = await local.listen(self._socket, self._stdio)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._leases.run())
+                if self.config.listen:
+                    acceptor = ssh.server_acceptor(self.identity, self._hub_keys, self._serve)
+                    listener = ssh.Listener(self.config.listen, acceptor)
+                    log.info("site %s listens on %s", self.config.name, listener.bind())
+                    tasks.create_task(listener.run())
+                if self.config.hub:
+                    for subsystem in ssh.SUBSYSTEMS:
+                        tasks.create_task(self._dial_out(subsystem))
+        finally:
+            server.close()
+            for task in self._tasks.values():
+                with contextlib.suppress(IbshellError):
+                    await task.kill()
+            self._store.close()
+
+    async def _dial_out(self, subsystem: str) -> None:
+        attempt = 0
+        while True:
+            started = clock.now()
+            try:
+                await ssh.dial_reverse(self.config.hub, self.identity, self._hub_keys, self._serve, (subsystem,))
+                log.info("the %s connection to the hub ended", subsystem)
+            except IbshellError as error:
+                log.info("%s", error)
+            attempt = 0 if clock.now() - started > 2 * LAST_S else attempt + 1
+            await asyncio.sleep(delay(attempt))
+
+    async def _stdio(self, stream: AsyncioStream) -> None:
+        """A bridge from a stock sshd: its first line names the subsystem."""
+        subsystem = (await stream.read_line()).decode(errors="replace").strip()
+        if subsystem in ssh.SUBSYSTEMS:
+            await self._serve(subsystem, stream, "hub")
+
+    async def _serve(self, subsystem: str, stream: Stream, name: str) -> None:
+        """Serve one channel that the hub opened, until it ends."""
+        try:
+            if subsystem == ssh.BULK:
+                await self._serve_bulk(BulkChannel(stream, self._rounds.source))
+            else:
+                await self._serve_control(Peer(stream, "site", self.config.name, serve=self._answer))
+        except* IbshellError as group:
+            log.info("a %s channel ended: %s", subsystem, group.exceptions[0])
+
+    async def _serve_control(self, peer: Peer) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(peer.run())
+            await peer.start()
+            self._hubs.add(peer)
+            try:
+                await running
+            finally:
+                self._hubs.discard(peer)
+
+    async def _serve_bulk(self, channel: BulkChannel) -> None:
+        self._bulk = channel
+        self._bulk_up.set()
+        try:
+            await channel.run()
+        finally:
+            if self._bulk is channel:
+                self._bulk = None
+                self._bulk_up.clear()
+
+    async def _fetch(self, object_id: bytes, path: Path) -> None:
+        """Get an object from the hub into a file, over as many connections as it takes."""
+        sink = files.FileSink(path)
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                while True:
+                    await self._bulk_up.wait()
+                    channel = self._bulk
+                    if channel is not None:
+                        try:
+                            await channel.fetch(object_id, sink)
+                            return
+                        except Unreachable as error:
+                            log.info("the model's transfer goes on after %d bytes: %s", sink.received, error)
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise Unreachable(f"the hub's bulk connection was away for {FETCH_TIMEOUT_S:.0f} s") from None
+        finally:
+            sink.close()
+
+    def _lease_changed(self, lease: SiteLease) -> None:
+        for run, task in list(self._tasks.items()):
+            if task.wanted.lease == lease.id and lease.state != "active":
+                del self._tasks[run]
+        for peer in self._hubs:
+            self._spawn(peer.notify("lease.changed", LeaseNotice(lease)))
+
+    def _spawn(self, coroutine: object) -> None:
+        async def quietly() -> None:
+            with contextlib.suppress(Unreachable):  # the hub reads the state when it is back
+                await coroutine  # type: ignore[misc]
+
+        task = asyncio.get_running_loop().create_task(quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _task(self, run: str) -> Task:
+        task = self._tasks.get(run)
+        if task is None:
+            raise NotFound(f"{self.config.name} runs no program of run {run}")
+        return task
+
+    async def _answer(self, request: Request) -> object:
+        body, method = request.body, request.method
+        match method:
+            case "site.describe":
+                return self._describe()
+            case "lease.hold":
+                return await self._leases.step(from_body(body, Hold, method))
+            case "lease.commit":
+                return await self._leases.step(from_body(body, Commit, method))
+            case "lease.abort":
+                return await self._leases.step(from_body(body, Abort, method))
+            case "lease.renew":
+                return await self._leases.step(from_body(body, Renew, method))
+            case "lease.release":
+                return await self._leases.step(from_body(body, Release, method))
+            case "task.start":
+                return await self._start_task(from_body(body, TaskWanted, method))
+            case "task.stop":
+                return await self._stop_task(from_body(body, TaskEnded, method))
+            case "round.open":
+                return await self._rounds.open(from_body(body, RoundWanted, method))
+            case "round.step":
+                return await self._rounds.step(from_body(body, Phase, method))
+            case "round.close":
+                self._rounds.close(from_body(body, RoundOver, method))
+                return Nothing()
+            case _:
+                raise UsageError(f"a site does not know the method {method!r}", "is the hub of a newer release?")
+
+    def _describe(self) -> SiteDescription:
+        machine = self._leases.machine
+        return SiteDescription(
+            name=self.config.name,
+            identity=self.identity.public,
+            software=__version__,
+            inventory=self._inventory,
+            leases=list(machine.leases.values()),
+            tasks={task.wanted.lease: run for run, task in self._tasks.items() if not task.failure},
+            recovering=machine.recovering,
+            epoch=machine.epoch,
+            boottime=clock.now(),
+        )
+
+    async def _start_task(self, wanted: TaskWanted) -> Nothing:
+        async with self._starting:
+            self._leases.machine.require(wanted.lease, wanted.token)
+            current = self._tasks.get(wanted.run)
+            if current is not None and not current.failure:
+                return Nothing()
+            if current is not None:
+                await current.kill()
+            socket = self._runtime / f"t-{hashlib.sha256(f'{self.config.name}/{wanted.run}'.encode()).hexdigest()[:12]}"
+            directory = self._state / "tasks" / wanted.run
+            task = Task(self.config.name, wanted, directory, socket, self._data, self._rounds.check_update)
+            await task.start()
+            self._tasks[wanted.run] = task
+            log.info("run %s: program %s started under lease %s", wanted.run, task.pid, wanted.lease)
+            return Nothing()
+
+    async def _stop_task(self, ended: TaskEnded) -> Nothing:
+        task = self._tasks.pop(ended.run, None)
+        if task is not None:
+            await task.finish(ended.reason)
+        self._rounds.end_run(ended.run)
+        return Nothing()

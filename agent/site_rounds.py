@@ -1,0 +1,309 @@
+"""A site's part in rounds: fetches the model, has the program train, masks the update, answers the hub's questions.
+
+What is revealed and when is decided by `fedpool.secagg.client`; here are its files, its threads and its journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from agent import clock, files
+from agent.programs import Task
+from agent.store.sqlite import SqliteStore
+from fedpool.errors import IbshellError, NotFound, ProgramFailed, Refused, UsageError
+from fedpool.federation import parameters
+from fedpool.secagg import masks
+from fedpool.secagg.client import (
+    AgreeSurvivors,
+    BeginMasking,
+    ConfirmPairs,
+    DealShares,
+    MaskVector,
+    ReleaseShares,
+    SharesReleased,
+    SiteEvent,
+    SiteRound,
+    VectorSent,
+)
+from fedpool.secagg.manifest import SitePolicy
+from fedpool.secagg.messages import KeyMessage
+from fedpool.transport.bulk import Source
+from fedpool.transport.identity import Identity
+from fedpool.wire.bulk import object_id
+from fedpool.wire.messages import Phase, PhaseAnswer, RoundOver, RoundWanted, Submission
+
+STREAM = "rounds"
+QUESTIONS: dict[str, Any] = {
+    "shares": DealShares,
+    "confirm": ConfirmPairs,
+    "input": BeginMasking,
+    "survivors": AgreeSurvivors,
+    "release": ReleaseShares,
+}
+
+
+class _Open:
+    """One attempt at one round, in progress at this site."""
+
+    def __init__(self, machine: SiteRound, directory: Path, model: Path, deadline: float) -> None:
+        self.machine = machine
+        self.directory = directory
+        self.model = model
+        self.deadline = deadline
+        self.lock = asyncio.Lock()
+        self.masking_for: BeginMasking | None = None
+        self.masking: MaskVector | None = None
+
+    @property
+    def vector(self) -> Path:
+        """Where the masked vector is kept until the round is over."""
+        return self.directory / "masked"
+
+    @property
+    def update(self) -> Path:
+        """Where the program writes its update."""
+        return self.directory / "update.safetensors"
+
+
+class SiteRounds:
+    """All rounds of one site.
+
+    Args:
+        policy: what the site demands of a round.
+        identity: its signing key.
+        store: where releases are recorded.
+        directory: for models and vectors.
+        fetch: gets an object from the hub into a file.
+        task: finds the program of a run.
+    """
+
+    def __init__(
+        self,
+        policy: SitePolicy,
+        identity: Identity,
+        store: SqliteStore,
+        directory: Path,
+        fetch: Callable[[bytes, Path], Awaitable[None]],
+        task: Callable[[str], Task],
+    ) -> None:
+        self._policy = policy
+        self._identity = identity
+        self._store = store
+        self._directory = directory
+        self._fetch = fetch
+        self._task = task
+        self._open: dict[str, _Open] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._released: dict[str, int] = {}
+        for entry in store.read(STREAM, SharesReleased):
+            self._released[entry.federation] = max(self._released.get(entry.federation, 0), entry.round)
+
+    async def open(self, wanted: RoundWanted) -> KeyMessage:
+        """Take part in a round: fetch and check its model, let the program train, present this site's keys.
+
+        Raises:
+            Refused, UsageError: this site does not take part.
+            IntegrityError: the model is not the one the manifest names.
+        """
+        manifest = wanted.manifest
+        run = manifest.federation
+        task = self._task(run)
+        async with self._opening.setdefault(run, asyncio.Lock()):
+            current = self._open.get(run)
+            if current is not None and current.machine.manifest.digest() == manifest.digest():
+                return current.machine.key_message
+            if task.wanted.plan != manifest.plan:
+                raise Refused(f"the round names another plan than the program at {self._policy.name} was started with")
+            directory = self._directory / run
+            model = directory / f"model-{manifest.model.hex()[:32]}.safetensors"
+            if not model.exists():
+                arriving = model.with_suffix(".part")
+                await self._fetch(object_id(f"model/{run}/{manifest.model.hex()}"), arriving)
+                await files.verified(arriving, manifest.model, "the model")
+                arriving.rename(model)
+            machine = SiteRound(
+                manifest,
+                self._policy,
+                self._identity.signing,
+                os.urandom,
+                self._released.get(run, 0),
+                await asyncio.to_thread(files.sha256, model),
+            )
+            with files.mapped(model) as mapped:
+                held = parameters.layout(mapped, "the model").parameters
+            if held != manifest.parameters:
+                raise Refused(f"the round names {manifest.parameters} parameters, the model has {held}")
+            if current is not None:
+                self._forget(current, keep=model)
+            attempt = directory / f"round-{manifest.round}-{manifest.attempt}"
+            attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
+            opened = _Open(machine, attempt, model, clock.now() + wanted.deadline_s)
+            self._open[run] = opened
+            await task.offer(manifest.round, model, opened.update)
+            return machine.key_message
+
+    async def step(self, phase: Phase) -> PhaseAnswer:
+        """Answer one question of a round.
+
+        Raises:
+            NotFound: this site is not in that attempt (any more).
+            Refused, IntegrityError: it does not answer that.
+            ProgramFailed, TimedOut: there is no update to mask.
+        """
+        opened = self._open.get(phase.run)
+        manifest = opened.machine.manifest if opened else None
+        if opened is None or manifest is None or (manifest.round, manifest.attempt) != (phase.round, phase.attempt):
+            raise NotFound(f"{self._policy.name} is not in round {phase.round} of run {phase.run}")
+        kind = QUESTIONS.get(phase.phase)
+        if kind is None:
+            raise UsageError(f"a round has no phase {phase.phase!r}")
+        try:
+            event: SiteEvent = msgspec.msgpack.decode(phase.question, type=kind)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"the question of phase {phase.phase} is malformed: {error}") from None
+        async with opened.lock:
+            if isinstance(event, BeginMasking) and opened.machine.state == "masking" and event == opened.masking_for:
+                # The connection broke while the program was training: nothing was sent, so the same masks serve.
+                effect = opened.masking
+            else:
+                decision = opened.machine.step(event)
+                effect = decision.effects[0] if decision.effects else None
+            if effect is not None:
+                assert isinstance(event, BeginMasking)
+                opened.masking_for, opened.masking = event, effect
+                decision = opened.machine.step(VectorSent(await self._mask(opened, effect)))
+                opened.machine.remember(event, decision.replies[0])
+            try:
+                await self._store.append(STREAM, decision.entries)
+            except IbshellError:
+                # What cannot be recorded must not be revealed: this site is out of the round.
+                self._open.pop(phase.run, None)
+                raise
+            for entry in decision.entries:
+                self._released[entry.federation] = max(self._released.get(entry.federation, 0), entry.round)
+            return PhaseAnswer(msgspec.msgpack.encode(decision.replies[0]))
+
+    async def _mask(self, opened: _Open, effect: MaskVector) -> bytes:
+        """Wait for the program's update, encode and mask it into a file, and hash that."""
+        manifest = opened.machine.manifest
+        task = self._task(manifest.federation)
+        submission = await task.update(manifest.round, max(0.1, opened.deadline - clock.now()))
+        files.reserve(opened.vector, manifest.words * masks.WORD_BYTES)
+        return await asyncio.to_thread(_mask_file, opened, effect, submission)
+
+    async def check_update(self, submission: Submission, model: Path, update: Path) -> None:
+        """Check a program's update before it is accepted.
+
+        Raises:
+            UsageError: weight, metrics, tensors or values cannot be used; the message names them.
+        """
+        opened = next((o for o in self._open.values() if o.update == update), None)
+        if opened is None:
+            raise Refused(f"round {submission.round} is closed", "ask for the next round")
+        manifest = opened.machine.manifest
+        if not 1 <= submission.weight <= manifest.max_weight:
+            raise UsageError(
+                f"weight {submission.weight} in round {submission.round}; the plan allows 1 to {manifest.max_weight}",
+                "the weight is the number of samples; raise max_weight in the plan if it is right",
+            )
+        missing = [name for name in manifest.metrics if name not in submission.metrics]
+        if missing:
+            raise UsageError(
+                f"metrics {', '.join(missing)} are missing in round {submission.round}", "the plan names them: submit every one"
+            )
+        for name in manifest.metrics:
+            if not np.isfinite(submission.metrics[name]):
+                raise UsageError(f"metric {name} is {submission.metrics[name]} in round {submission.round}")
+        await asyncio.to_thread(_check_values, model, update)
+
+    async def source(self, wanted: bytes) -> Source:
+        """A masked vector of this site, for the hub to fetch.
+
+        Raises:
+            NotFound: there is none of that id.
+        """
+        for opened in self._open.values():
+            manifest = opened.machine.manifest
+            if opened.machine.state not in ("opened", "dealt", "confirmed", "masking") and wanted == object_id(
+                f"vector/{manifest.digest().hex()}/{opened.machine.index}"
+            ):
+                return files.FileSource(opened.vector)
+        raise NotFound("no such vector")
+
+    def close(self, over: RoundOver) -> None:
+        """A round is over: forget its secrets and its files."""
+        opened = self._open.get(over.run)
+        if opened is not None and (opened.machine.manifest.round, opened.machine.manifest.attempt) == (
+            over.round,
+            over.attempt,
+        ):
+            self._forget(opened)
+            del self._open[over.run]
+
+    def end_run(self, run: str) -> None:
+        """A run is over: nothing of it stays but what was recorded."""
+        opened = self._open.pop(run, None)
+        if opened is not None:
+            self._forget(opened)
+        shutil.rmtree(self._directory / run, ignore_errors=True)
+
+    def _forget(self, opened: _Open, keep: Path | None = None) -> None:
+        shutil.rmtree(opened.directory, ignore_errors=True)
+        if opened.model != keep:
+            opened.model.unlink(missing_ok=True)
+
+
+def _check_values(model: Path, update: Path) -> None:
+    """Shapes, types and finiteness of an update."""
+    if not update.exists():
+        raise UsageError(f"the program wrote no update to {update}")
+    with files.mapped(model) as global_bytes, files.mapped(update) as own_bytes:
+        layout = parameters.layout(global_bytes, "the model")
+        values = parameters.gather(layout, own_bytes, "the update")
+        finite = np.isfinite(values)
+        if not finite.all():
+            index = int(np.argmin(finite))
+            raise UsageError(
+                f"the update holds {values[index]} at {parameters.name_of(layout, index)}",
+                "training has diverged: lower the learning rate; nothing was sent",
+            )
+
+
+def _mask_file(opened: _Open, effect: MaskVector, submission: Submission) -> bytes:
+    """Encode update, weight and metrics into the vector's file, mask it, hash it."""
+    manifest = opened.machine.manifest
+    fixed = manifest.parameter_encoding()
+    with (
+        files.mapped(opened.model) as global_bytes,
+        files.mapped(opened.update) as own_bytes,
+        files.mapped(opened.vector, writable=True) as out,
+    ):
+        layout = parameters.layout(global_bytes, "the model")
+        base = parameters.gather(layout, global_bytes, "the model")
+        values = parameters.gather(layout, own_bytes, "the update")
+        words = out.view(np.uint32)
+        count = manifest.parameters
+        factor = fixed.factor(submission.weight)
+        _, bad = masks.encode(values, base, fixed.clip, factor, effect.rounding_key, 0, words[:count])
+        if bad >= 0:
+            raise ProgramFailed(f"the update changed while it was masked: {parameters.name_of(layout, bad)} is not finite")
+        words[count] = submission.weight
+        metrics = np.array([submission.metrics[name] for name in manifest.metrics], np.float32)
+        metric = manifest.metric_encoding()
+        tail = np.zeros(len(metrics), np.uint32)
+        # The rounding of the metrics continues the parameters' stream at the next even value.
+        offset = count + (count & 1)
+        masks.encode(metrics, None, metric.clip, metric.factor(submission.weight), effect.rounding_key, offset, tail)
+        words[count + 1 :] = tail
+        masks.apply(words, effect.streams, 0)
+        digest = hashlib.sha256(out.data).digest()
+    return digest

@@ -1,0 +1,132 @@
+"""Entries in SQLite: append-only streams, durable when `append` returns (WAL, synchronous=FULL), one writer.
+
+A stream is the history of one thing: `leases`, `rounds`, `run/7f3a…`. An entry is a tagged Struct, kept as JSON, with the clock
+of its writing. State is the fold of a stream; nothing is ever updated.
+"""
+
+import asyncio
+import sqlite3
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agent import clock
+from fedpool.errors import IntegrityError, StorageFailed
+
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE entries (
+  seq INTEGER PRIMARY KEY, stream TEXT NOT NULL, at REAL NOT NULL, boot TEXT NOT NULL, wall TEXT NOT NULL, body TEXT NOT NULL
+) STRICT;
+CREATE INDEX entries_stream ON entries (stream, seq);
+"""
+
+
+class SqliteStore:
+    """One agent's durable entries.
+
+    Args:
+        path: of the database; made if it is not there.
+
+    Raises:
+        IntegrityError: it is damaged, or newer than this code.
+        StorageFailed: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # One thread owns the connection: appends queue there and never hold up the event loop.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._thread.submit(self._open).result()
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = sqlite3.connect(self.path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT")
+            elif version > SCHEMA_VERSION:
+                raise IntegrityError(
+                    f"{self.path} has schema {version}; this release knows up to {SCHEMA_VERSION}",
+                    "run the newer release that wrote it",
+                )
+            (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise StorageFailed(f"{self.path} cannot be opened: {error}", "is the disk full or read-only?") from None
+            raise IntegrityError(
+                f"{self.path} is damaged: {error}",
+                "restore it from a backup; do not delete it, it holds the fencing tokens already given out",
+            ) from None
+        except OSError as error:
+            raise StorageFailed(f"{self.path} cannot be opened: {error.strerror}") from None
+
+    async def append(self, stream: str, entries: Sequence[msgspec.Struct]) -> None:
+        """Write entries in one transaction; durable when it returns, and nothing is written when it raises.
+
+        Raises:
+            StorageFailed: the disk is full, read-only or broken.
+        """
+        if entries:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._append, stream, list(entries))
+
+    def _append(self, stream: str, entries: list[msgspec.Struct]) -> None:
+        at, boot, wall = clock.now(), clock.boot(), clock.wall()
+        rows = [(stream, at, boot, wall, msgspec.json.encode(entry).decode()) for entry in entries]
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT INTO entries (stream, at, boot, wall, body) VALUES (?, ?, ?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise StorageFailed(
+                f"{self.path} cannot be written: {error}", "make room on the disk; nothing was changed"
+            ) from None
+
+    def read(self, stream: str, kinds: Any) -> list[Any]:
+        """Every entry of a stream, in order.
+
+        Args:
+            stream: which.
+            kinds: the tagged Struct type, or union of them.
+        """
+        rows = self._thread.submit(
+            lambda: self._db.execute("SELECT body FROM entries WHERE stream = ? ORDER BY seq", (stream,)).fetchall()
+        ).result()
+        decoder = msgspec.json.Decoder(kinds)
+        try:
+            return [decoder.decode(body) for (body,) in rows]
+        except msgspec.MsgspecError as error:
+            raise IntegrityError(f"{self.path}: an entry of {stream} cannot be read: {error}") from None
+
+    def streams(self, prefix: str) -> list[str]:
+        """The streams whose name begins with a prefix, oldest first."""
+        rows = self._thread.submit(
+            lambda: self._db.execute(
+                "SELECT stream FROM entries WHERE substr(stream, 1, ?) = ? GROUP BY stream ORDER BY min(seq)",
+                (len(prefix), prefix),
+            ).fetchall()
+        ).result()
+        return [stream for (stream,) in rows]
+
+    def last_written(self) -> tuple[float, str | None]:
+        """Clock and boot of the latest entry; (0, None) when there is none."""
+        row = self._thread.submit(
+            lambda: self._db.execute("SELECT at, boot FROM entries ORDER BY seq DESC LIMIT 1").fetchone()
+        ).result()
+        return (0.0, None) if row is None else (row[0], row[1])
+
+    def close(self) -> None:
+        """Finish what is queued and close."""
+        self._thread.submit(self._db.close).result()
+        self._thread.shutdown()

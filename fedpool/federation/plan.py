@@ -1,0 +1,202 @@
+"""A plan: what `ibshell fed run plan.toml` reads. Errors name the file's line, the key, the value and the remedy."""
+
+import hashlib
+import math
+import re
+import tomllib
+from typing import Any
+
+import msgspec
+
+from fedpool.errors import IbshellError, PlanError, UsageError
+from fedpool.federation.strategies import STRATEGIES
+from fedpool.secagg import encoding
+from fedpool.secagg.manifest import default_threshold
+from fedpool.units import parse_duration
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A federated training.
+
+    Attributes:
+        name: of the run, for people.
+        tenant: who holds the lease.
+        program: program and arguments; each site fills in `{data}`, `{site}`, `{python}`.
+        initial: safetensors file with the parameters to begin with, beside the plan.
+        rounds: how many.
+        sites: how many sites, or which.
+        gpus_per_site: devices leased at each.
+        gpu_type: or None for any.
+        minimum_cohort: fewest sites whose sum may be revealed.
+        threshold: shares needed to rebuild a secret; None: more than two thirds.
+        clip: range of an update's values (trained minus global); what exceeds it is clipped.
+        max_weight: largest sample count of a site.
+        metrics: names of the values every site reports with its update.
+        metric_range: range of a metric.
+        strategy: what is done with the aggregate.
+        deadline: longest a round may wait for its sites.
+        lease: length of the lease; it is renewed while the run lasts.
+        config: arbitrary values for the program.
+    """
+
+    name: str
+    tenant: str
+    program: list[str]
+    initial: str
+    rounds: int
+    sites: int | list[str]
+    gpus_per_site: int = 1
+    gpu_type: str | None = None
+    minimum_cohort: int = 3
+    threshold: int | None = None
+    clip: float = 1.0
+    max_weight: int = 1000
+    metrics: list[str] = []
+    metric_range: float = 16.0
+    strategy: str = "fedavg"
+    deadline: str = "10m"
+    lease: str = "1h"
+    config: dict[str, Any] = {}
+
+    @property
+    def cohort(self) -> int:
+        """Number of sites."""
+        return self.sites if isinstance(self.sites, int) else len(self.sites)
+
+    @property
+    def deadline_s(self) -> float:
+        """Longest a round may wait for its sites, seconds."""
+        return parse_duration(self.deadline)
+
+    @property
+    def lease_s(self) -> float:
+        """Length of the lease, seconds."""
+        return parse_duration(self.lease)
+
+    def threshold_for(self, cohort: int) -> int:
+        """Shares needed with this many sites; never under half, which the protocol forbids."""
+        wanted = default_threshold(cohort) if self.threshold is None else self.threshold
+        return max(min(wanted, cohort), cohort // 2 + 1)
+
+
+def digest(text: str) -> bytes:
+    """The hash that stands for a plan in every round's manifest."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def parse(text: str, where: str = "the plan") -> Plan:
+    """Read a plan.
+
+    Args:
+        text: TOML.
+        where: what to call it in messages.
+
+    Raises:
+        PlanError: not TOML, or a key is missing, unknown or wrong; line and key are named.
+    """
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{where} is not TOML: {error}") from None
+    known = {field.encode_name for field in msgspec.structs.fields(Plan)}
+    for key in raw:
+        if key not in known:
+            near = _nearest(key, known)
+            raise PlanError(
+                f"{where}{_line(text, key)}: unknown key {key!r}",
+                f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}",
+            )
+    try:
+        plan = msgspec.convert(raw, Plan)
+    except msgspec.ValidationError as error:
+        key = _key_of(str(error))
+        raise PlanError(f"{where}{_line(text, key)}: {_plain(str(error), key)}", _hint(key)) from None
+    for key, problem in _problems(plan):
+        raise PlanError(f"{where}{_line(text, key)}: {problem}", _hint(key))
+    return plan
+
+
+def _problems(plan: Plan) -> list[tuple[str, str]]:
+    """Every key whose value cannot work, with the value and the limit."""
+    found: list[tuple[str, str]] = []
+
+    def need(key: str, good: bool, message: str) -> None:
+        if not good:
+            found.append((key, message))
+
+    for key, value in (("name", plan.name), ("tenant", plan.tenant)):
+        need(key, bool(NAME.fullmatch(value)), f"{key} = {value!r} is no name: letters, digits, '.', '_', '-', at most 63")
+    need("program", bool(plan.program), "program is empty")
+    need("rounds", 1 <= plan.rounds <= 1_000_000, f"rounds = {plan.rounds}: it may be 1 to 1000000")
+    need("sites", plan.cohort >= 2, f"sites = {plan.sites}: secure aggregation needs two or more")
+    if isinstance(plan.sites, list):
+        need("sites", len(set(plan.sites)) == len(plan.sites), "sites names a site twice")
+    need("gpus_per_site", plan.gpus_per_site >= 1, f"gpus_per_site = {plan.gpus_per_site}: at least 1")
+    need(
+        "minimum_cohort",
+        2 <= plan.minimum_cohort <= plan.cohort,
+        f"minimum_cohort = {plan.minimum_cohort}: it may be 2 to {plan.cohort}, the number of sites",
+    )
+    if plan.threshold is not None:
+        low = plan.cohort // 2 + 1
+        need(
+            "threshold",
+            low <= plan.threshold <= plan.cohort,
+            f"threshold = {plan.threshold}: with {plan.cohort} sites it may be {low} to {plan.cohort}",
+        )
+    need("metrics", len(set(plan.metrics)) == len(plan.metrics), "metrics names one twice")
+    need("strategy", plan.strategy in STRATEGIES, f"strategy = {plan.strategy!r}: known are {', '.join(STRATEGIES)}")
+    for key, value in (("deadline", plan.deadline), ("lease", plan.lease)):
+        try:
+            parse_duration(value)
+        except UsageError as error:
+            found.append((key, f"{key} = {error.message}"))
+    for key, limit in (("clip", plan.clip), ("metric_range", plan.metric_range)):
+        need(key, math.isfinite(limit) and limit > 0, f"{key} = {limit}: a positive number is needed")
+    if not found:
+        for key in ("clip", "metric_range"):
+            try:
+                encoding.fit(getattr(plan, key), plan.max_weight, plan.cohort)
+            except IbshellError as error:
+                found.append(("max_weight" if "max_weight" in error.message else key, error.message))
+    return found
+
+
+_HINTS = {
+    "program": 'program = ["{python}", "train.py", "--data", "{data}"]',
+    "initial": 'initial = "initial.safetensors"',
+    "sites": 'sites = 16, or sites = ["hospital-01", "hospital-02"]',
+    "deadline": 'deadline = "10m"',
+    "lease": 'lease = "1h"',
+    "rounds": "rounds = 20",
+}
+
+
+def _hint(key: str) -> str:
+    return f"write {_HINTS[key]}" if key in _HINTS else ""
+
+
+def _line(text: str, key: str) -> str:
+    for number, line in enumerate(text.splitlines(), 1):
+        if key and re.match(rf"\s*\[?\s*{re.escape(key)}\s*[=\]]", line):
+            return f", line {number}"
+    return ""
+
+
+def _key_of(message: str) -> str:
+    match = re.search(r"at `\$\.([^`.\[]+)", message) or re.search(r"required field `([^`]+)`", message)
+    return match[1] if match else ""
+
+
+def _plain(message: str, key: str) -> str:
+    if "required field" in message:
+        return f"the key {key!r} is missing"
+    return f"{key}: {message.split(' - at ')[0][0].lower()}{message.split(' - at ')[0][1:]}" if key else message
+
+
+def _nearest(word: str, known: set[str]) -> str | None:
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, known, 1)), None)

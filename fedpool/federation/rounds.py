@@ -1,0 +1,153 @@
+"""A run at the hub: a fold of entries, and what follows from it. After a restart the fold says where to go on.
+
+    created ─ lease ─▶ leased ─ rounds … ─▶ finished
+       │                 │    ◀─ resume ─┐
+       └──────▶ failed / stopped ────────┘
+
+A round that failed may be tried again (a new attempt with new keys) as long as no site released shares for it; sites see to
+that themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from fedpool.errors import Refused
+from fedpool.federation.plan import Plan
+
+
+class RunCreated(msgspec.Struct, frozen=True, tag="run.created"):
+    """A run exists. Durable before anything is leased."""
+
+    run: str
+    plan_text: str
+    model: str
+
+
+class RunLeased(msgspec.Struct, frozen=True, tag="run.leased"):
+    """The run's lease is active at these sites."""
+
+    lease: str
+    sites: tuple[str, ...]
+
+
+class RoundOpened(msgspec.Struct, frozen=True, tag="run.round_opened"):
+    """An attempt at a round began; `manifest` is its encoding."""
+
+    round: int
+    attempt: int
+    manifest: bytes
+
+
+class RoundJournal(msgspec.Struct, frozen=True, tag="run.round_journal"):
+    """An event that the round's machine accepted, encoded."""
+
+    event: bytes
+
+
+class RoundEnded(msgspec.Struct, frozen=True, tag="run.round_ended"):
+    """A round has an aggregate; `summary` goes into the history."""
+
+    round: int
+    model: str
+    summary: dict[str, Any]
+
+
+class RoundLost(msgspec.Struct, frozen=True, tag="run.round_lost"):
+    """An attempt at a round failed."""
+
+    round: int
+    attempt: int
+    reason: str
+
+
+class RunEnded(msgspec.Struct, frozen=True, tag="run.ended"):
+    """The run finished, failed or was stopped."""
+
+    state: str
+    reason: str
+
+
+class RunResumed(msgspec.Struct, frozen=True, tag="run.resumed"):
+    """Somebody resumed it."""
+
+
+RunEntry: TypeAlias = (
+    RunCreated | RunLeased | RoundOpened | RoundJournal | RoundEnded | RoundLost | RunEnded | RunResumed
+)
+
+
+class Run:
+    """The state of one run.
+
+    Attributes:
+        state: created, leased, finished, failed, stopped.
+        round: the last finished round.
+        attempt: attempts at the round after that.
+        manifest: encoding of the attempt in progress, or b"".
+        journal: events of the attempt in progress.
+        history: summaries of the finished rounds.
+    """
+
+    def __init__(self, run: str, plan: Plan) -> None:
+        self.id = run
+        self.plan = plan
+        self.plan_text = ""
+        self.state = "created"
+        self.reason = ""
+        self.lease = ""
+        self.sites: tuple[str, ...] = ()
+        self.round = 0
+        self.attempt = 0
+        self.model = ""
+        self.manifest = b""
+        self.journal: list[bytes] = []
+        self.history: list[dict[str, Any]] = []
+
+    def apply(self, entry: RunEntry) -> None:
+        """Fold one durable entry into the state."""
+        match entry:
+            case RunCreated():
+                self.plan_text, self.model = entry.plan_text, entry.model
+            case RunLeased():
+                self.state, self.lease, self.sites = "leased", entry.lease, entry.sites
+            case RoundOpened():
+                self.attempt, self.manifest, self.journal = entry.attempt, entry.manifest, []
+            case RoundJournal():
+                self.journal.append(entry.event)
+            case RoundEnded():
+                self.round, self.model, self.attempt = entry.round, entry.model, 0
+                self.manifest, self.journal = b"", []
+                self.history.append(entry.summary)
+            case RoundLost():
+                self.manifest, self.journal = b"", []
+            case RunEnded():
+                self.state, self.reason = entry.state, entry.reason
+            case RunResumed():
+                self.state, self.reason = "leased" if self.lease else "created", ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more happens unless somebody resumes it."""
+        return self.state in ("finished", "failed", "stopped")
+
+    def next_action(self) -> str:
+        """What to do now: lease, round, finish, or nothing."""
+        if self.is_over:
+            return "nothing"
+        if self.state == "created":
+            return "lease"
+        return "finish" if self.round >= self.plan.rounds else "round"
+
+    def may_resume(self) -> None:
+        """Check that resuming makes sense.
+
+        Raises:
+            Refused: it runs, or it is finished.
+        """
+        if self.state == "finished":
+            raise Refused(f"run {self.id} is finished: all {self.plan.rounds} rounds are done", "start a new one: fed run")
+        if not self.is_over:
+            raise Refused(f"run {self.id} is going on in round {self.round + 1}", f"watch it: ibshell fed show {self.id}")

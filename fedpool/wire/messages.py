@@ -1,0 +1,283 @@
+"""The bodies of every method, typed: client -> hub, hub -> site, program -> site. The first words of a docstring name the
+method and its answer. Unknown fields are ignored, so a field may be added within a version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fedpool.records import Inventory, Lease, SiteLease
+from fedpool.secagg.manifest import Manifest
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """An empty body."""
+
+
+# --- client -> hub -------------------------------------------------------------------------------------------------------
+
+
+class SiteError(msgspec.Struct, frozen=True):
+    """Why a site is missing from a listing."""
+
+    site: str
+    code: str
+    message: str
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """An answer over all sites, which is always partial: what came, what is missing, how old each part is.
+
+    Attributes:
+        items: one map a row, keys with units.
+        errors: sites that are missing or silent.
+        as_of: {site: wall clock of its latest word}.
+    """
+
+    items: list[dict[str, Any]]
+    errors: list[SiteError] = []
+    as_of: dict[str, str] = {}
+
+
+class ById(msgspec.Struct, frozen=True):
+    """Names one thing; an id may be a unique prefix."""
+
+    id: str
+
+
+class LeaseWanted(msgspec.Struct, frozen=True):
+    """lease.request -> LeaseView: devices at several sites, all or none.
+
+    Attributes:
+        gpus: over all sites.
+        sites: how many sites, 0 for as few as possible.
+        site_names: exactly these sites, or empty.
+        gpu_type: or None for any.
+    """
+
+    tenant: str
+    gpus: int
+    duration_s: float
+    sites: int = 0
+    site_names: list[str] = []
+    gpu_type: str | None = None
+
+
+class LeaseView(msgspec.Struct, frozen=True):
+    """A lease as people see it; `expires_in_s` is the hub's estimate, the sites decide."""
+
+    lease: Lease
+    expires_in_s: float | None
+    silent_sites: dict[str, str] = {}
+
+
+class LeaseRenewal(msgspec.Struct, frozen=True):
+    """lease.renew -> LeaseView."""
+
+    id: str
+    duration_s: float
+
+
+class RunWanted(msgspec.Struct, frozen=True):
+    """fed.run -> RunView: a plan's text, and the upload that holds its initial parameters."""
+
+    plan: str
+    initial: str
+
+
+class Upload(msgspec.Struct, frozen=True):
+    """upload -> UploadState: a piece of a file the hub is to keep."""
+
+    id: str
+    offset: int
+    data: bytes
+    last: bool = False
+
+
+class UploadState(msgspec.Struct, frozen=True):
+    """How much of an upload the hub has."""
+
+    size: int
+
+
+class RunView(msgspec.Struct, frozen=True):
+    """A run as people see it."""
+
+    id: str
+    name: str
+    tenant: str
+    state: str
+    round: int
+    rounds: int
+    lease: str
+    sites: list[str]
+    reason: str = ""
+    history: list[dict[str, Any]] = []
+
+
+class EventsWanted(msgspec.Struct, frozen=True):
+    """fed.events -> Events: what happened in a run after event `after`, waiting up to `wait_s` for something new."""
+
+    id: str
+    after: int
+    wait_s: float
+
+
+class Events(msgspec.Struct, frozen=True):
+    """Events of a run, in order; `next` is the number to ask after."""
+
+    items: list[dict[str, Any]]
+    next: int
+    state: str
+
+
+class ModelWanted(msgspec.Struct, frozen=True):
+    """fed.model -> ModelPiece: bytes of a round's global parameters (round 0 is where the run began)."""
+
+    id: str
+    offset: int
+    size: int
+    round: int | None = None
+
+
+class ModelPiece(msgspec.Struct, frozen=True):
+    """A piece of a safetensors file and the length and hash of the whole."""
+
+    data: bytes
+    size: int
+    sha256: str
+    round: int
+
+
+class HubView(msgspec.Struct, frozen=True):
+    """fed.hub_view -> what the hub holds of one site's latest vector: masked words, as an auditor may look at them."""
+
+    site: str
+    round: int
+    words: list[int]
+
+
+# --- hub -> site ---------------------------------------------------------------------------------------------------------
+
+
+class SiteDescription(msgspec.Struct, frozen=True):
+    """site.describe -> what the site has and who holds it.
+
+    Attributes:
+        leases: every lease that is or was, so that the hub can compare.
+        tasks: {lease: run} of the programs that run now.
+        boottime: the site's clock, against which deadlines are to be read.
+    """
+
+    name: str
+    identity: bytes
+    software: str
+    inventory: Inventory
+    leases: list[SiteLease]
+    tasks: dict[str, str]
+    recovering: bool
+    epoch: int
+    boottime: float
+
+
+class TaskWanted(msgspec.Struct, frozen=True):
+    """task.start -> Nothing: start the tenant's program under an active lease (again, if it is already there: nothing).
+
+    Attributes:
+        run: id of the federation's run.
+        lease: the lease it is bound to.
+        token: fencing token of its devices.
+        program: program and arguments; `{data}`, `{site}` and `{python}` are filled in by the site.
+        plan: SHA-256 of the plan.
+        config: arbitrary values the program may read.
+    """
+
+    run: str
+    lease: str
+    token: int
+    program: list[str]
+    plan: bytes
+    config: dict[str, Any] = {}
+
+
+class TaskEnded(msgspec.Struct, frozen=True):
+    """task.stop: the run is over here."""
+
+    run: str
+    reason: str
+
+
+class RoundWanted(msgspec.Struct, frozen=True):
+    """round.open -> KeyMessage: the manifest, and how long the site has to train."""
+
+    manifest: Manifest
+    model_bytes: int
+    deadline_s: float
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """round.step -> the phase's answer: a question of the round protocol, encoded as its phase says."""
+
+    run: str
+    round: int
+    attempt: int
+    phase: str
+    question: bytes
+
+
+class PhaseAnswer(msgspec.Struct, frozen=True):
+    """The answer to a phase's question, encoded."""
+
+    message: bytes
+
+
+class RoundOver(msgspec.Struct, frozen=True):
+    """round.close: the round has an aggregate, or it failed."""
+
+    run: str
+    round: int
+    attempt: int
+    outcome: str
+
+
+class LeaseNotice(msgspec.Struct, frozen=True):
+    """site -> hub: a lease changed at the site by itself (expired, or its processes are gone)."""
+
+    lease: SiteLease
+
+
+# --- program -> site -----------------------------------------------------------------------------------------------------
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """program.join -> who and where the program is."""
+
+    site: str
+    run: str
+    config: dict[str, Any]
+
+
+class NextRound(msgspec.Struct, frozen=True):
+    """program.next -> a round to train, or the end.
+
+    Attributes:
+        round: number, or 0 at the end.
+        parameters: path of a safetensors file with the global parameters.
+        update: path where the program's parameters belong.
+        reason: at the end, why.
+    """
+
+    round: int
+    parameters: str = ""
+    update: str = ""
+    reason: str = ""
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """program.submit -> Nothing: the update is written."""
+
+    round: int
+    weight: int
+    metrics: dict[str, float]
