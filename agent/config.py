@@ -61,7 +61,7 @@ class SiteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str = ""
     host_key: str = ""
     user: str = ""
-    command: list[str] = ["ibshell-agent", "stdio"]
+    command: list[str] = msgspec.field(default_factory=lambda: ["ibshell-agent", "stdio"])
 
 
 class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

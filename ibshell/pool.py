@@ -1,0 +1,259 @@
+"""A pool on this machine: a hub and simulated sites as real processes, made, started, watched and ended.
+
+Everything about it lies in one directory: each party's key, configuration, database and log. The agents are started as
+processes by `python -P -m agent.main`; this package never imports them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fedpool.client import Connection, connect
+from fedpool.errors import Failed, IbshellError, Refused, TimedOut, Unreachable
+from fedpool.sim.scenario import SimulatedSite
+from fedpool.wire.messages import Listing, Nothing
+from ibshell import settings
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value)
+
+
+class LocalPool:
+    """A pool on this machine.
+
+    Args:
+        name: of the pool.
+    """
+
+    def __init__(self, name: str = settings.LOCAL_POOL) -> None:
+        self.name = name
+        self.directory = settings.pool_directory(name)
+        self.sockets = settings.pool_sockets(name)
+        self._roster = self.directory / "processes.json"
+
+    @property
+    def socket(self) -> Path:
+        """The hub's Unix socket."""
+        return self.sockets / "hub.sock"
+
+    def site_directory(self, site: str) -> Path:
+        """A site's directory."""
+        return self.directory / "sites" / site
+
+    def log(self, party: str) -> Path:
+        """A party's log: `hub` or a site's name."""
+        return (self.directory / "hub" if party == "hub" else self.site_directory(party)) / "agent.log"
+
+    def processes(self) -> dict[str, int]:
+        """{party: process id} of the agents that run."""
+        try:
+            roster = json.loads(self._roster.read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return {party: pid for party, (pid, born) in roster.items() if _born(pid) == born}
+
+    def _enrol(self, party: str, pid: int) -> None:
+        roster = {name: [p, _born(p)] for name, p in self.processes().items()}
+        roster[party] = [pid, _born(pid)]
+        temporary = self._roster.with_suffix(".new")
+        temporary.write_text(json.dumps(roster))
+        temporary.replace(self._roster)
+
+    def create(self, sites: Sequence[SimulatedSite], reverse: Callable[[int], bool]) -> None:
+        """Make keys and configurations.
+
+        Args:
+            sites: the simulated sites, each with count 1.
+            reverse: whether the site at this position dials out to the hub instead of being dialled.
+
+        Raises:
+            Refused: a pool of that name runs.
+        """
+        if self.processes():
+            raise Refused(f"the pool {self.name!r} is running", "ibshell down ends it; ibshell status shows it")
+        from fedpool.transport.identity import Identity, public_line
+
+        shutil.rmtree(self.directory, ignore_errors=True)
+        hub = self.directory / "hub"
+        hub_key = public_line(Identity.create(hub / "identity").public)
+        ports = _free_ports(len(sites) + 1)
+        keys = {site.name: public_line(Identity.create(self.site_directory(site.name) / "identity").public) for site in sites}
+        lines = [
+            f"name = {_toml(self.name)}",
+            f"socket = {_toml(str(self.socket))}",
+            f'listen_sites = "127.0.0.1:{ports[-1]}"',
+        ]
+        for position, site in enumerate(sites):
+            dials_out = reverse(position)
+            address = f"127.0.0.1:{ports[position]}"
+            lines += ["", "[[site]]", f"name = {_toml(site.name)}", f"key = {_toml(keys[site.name])}"]
+            lines += ['mode = "reverse"'] if dials_out else ['mode = "dial"', f"address = {_toml(address)}"]
+            own = [
+                f"name = {_toml(site.name)}",
+                f"socket = {_toml(str(self.sockets / f'{site.name}.sock'))}",
+                f"hub_key = {_toml(hub_key)}",
+                f'hub = "127.0.0.1:{ports[-1]}"' if dials_out else f"listen = {_toml(address)}",
+                'data = "data"',
+                f"minimum_cohort = {min(3, len(sites))}" if len(sites) > 1 else "minimum_cohort = 2",
+                "",
+                "[simulated]",
+                *(f"{key} = {_toml(getattr(site, key))}" for key in SimulatedSite.__struct_fields__),
+                "",
+                "[peers]",
+                *(f"{_toml(name)} = {_toml(key)}" for name, key in keys.items() if name != site.name),
+            ]
+            (self.site_directory(site.name) / "data").mkdir()
+            (self.site_directory(site.name) / "site.toml").write_text("\n".join(own) + "\n")
+        (hub / "hub.toml").write_text("\n".join(lines) + "\n")
+
+    def site_names(self) -> list[str]:
+        """The pool's sites."""
+        sites = self.directory / "sites"
+        return sorted(path.name for path in sites.iterdir()) if sites.exists() else []
+
+    def start(self, party: str) -> int:
+        """Start one agent; returns its process id."""
+        kind = "hub" if party == "hub" else "site"
+        directory = self.directory / "hub" if party == "hub" else self.site_directory(party)
+        self.sockets.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self.log(party).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "agent.main", kind, "--config", str(directory / f"{kind}.toml")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=directory,
+            )
+        self._enrol(party, process.pid)
+        return process.pid
+
+    def start_all(self, progress: Callable[[int, int], None] = lambda up, all_: None) -> None:
+        """Start hub and sites and wait until every site is up.
+
+        Args:
+            progress: told how many sites of how many are up.
+
+        Raises:
+            Failed: an agent ended; its log's last line is told.
+            TimedOut: not every site came up.
+        """
+        sites = self.site_names()
+        for party in ["hub", *sites]:
+            self.start(party)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            up = self._sites_up()
+            progress(up, len(sites))
+            if up == len(sites):
+                return
+            running = self.processes()
+            for party in ["hub", *sites]:
+                if party not in running:
+                    raise Failed(f"the agent of {party} ended: {_last_line(self.log(party))}", f"its log: {self.log(party)}")
+            if time.monotonic() > deadline:
+                raise TimedOut(f"{up} of {len(sites)} sites are up after {START_TIMEOUT_S:.0f} s", f"the hub's log: {self.log('hub')}")
+            time.sleep(0.1)
+
+    def _sites_up(self) -> int:
+        try:
+            with connect(self.socket) as hub:
+                listing = hub.call("site.list", Nothing(), Listing)
+        except Unreachable:
+            return 0
+        return sum(site["state"] == "up" for site in listing.items)
+
+    def stop(self, party: str, how: signal.Signals = signal.SIGTERM) -> None:
+        """End one agent and see that it is gone."""
+        pid = self.processes().get(party)
+        if pid is not None:
+            _end([pid], how)
+
+    def stop_all(self) -> list[str]:
+        """End every agent, the hub last; returns who was running."""
+        running = self.processes()
+        _end([pid for party, pid in running.items() if party != "hub"], signal.SIGTERM)
+        _end([pid for party, pid in running.items() if party == "hub"], signal.SIGTERM)
+        shutil.rmtree(self.sockets, ignore_errors=True)
+        return sorted(running)
+
+    def remove(self) -> None:
+        """Forget the pool's files."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def connect(self) -> Connection:
+        """A channel to the hub.
+
+        Raises:
+            Unreachable: no pool runs.
+        """
+        try:
+            return connect(self.socket)
+        except Unreachable as error:
+            if self.processes():
+                raise Unreachable(f"the hub of pool {self.name!r} does not answer", f"its log: {self.log('hub')}") from None
+            raise Unreachable(
+                f"no pool {self.name!r} is running on this machine",
+                "start one: ibshell up   (or name another: IBSHELL_POOL=ssh://HOST:PORT)",
+            ) from error
+
+
+def _born(pid: int) -> int:
+    """When a process started, in the kernel's ticks; 0 where there is none. It tells a process from a later one of its id."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, IndexError):
+        return 0
+    return 0 if stat[0] in ("Z", "X") else int(stat[19])
+
+
+def _end(pids: Sequence[int], how: signal.Signals) -> None:
+    born = {pid: _born(pid) for pid in pids}
+    for pid in pids:
+        _signal(pid, how)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while any(born[pid] and _born(pid) == born[pid] for pid in pids):
+        if time.monotonic() > deadline:
+            for pid in pids:
+                if _born(pid) == born[pid]:
+                    _signal(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _signal(pid: int, how: signal.Signals) -> None:
+    try:
+        os.kill(pid, how)
+    except ProcessLookupError:
+        return
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError as error:
+        raise IbshellError(f"no log at {log}: {error.strerror}") from None
+    return lines[-1] if lines else "it said nothing"
