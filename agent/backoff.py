@@ -3,7 +3,7 @@
 import random
 
 FIRST_S = 0.2
-LAST_S = 10.0
+LAST_S = 5.0
 
 
 def delay(attempt: int) -> float:

@@ -169,6 +169,10 @@ class Gangs:
         kind = wanted.gpu_type or "GPU"
         if known < wanted.gpus:
             raise Insufficient(f"{wanted.gpus} {kind} asked for; the pool has {known}", "ask for fewer, or another type")
+        if sum(free.values()) < wanted.gpus:
+            raise Insufficient(
+                f"{wanted.gpus} {kind} asked for; {sum(free.values())} of {known} are free", "ibshell lease list shows who has them"
+            )
         names = wanted.site_names
         if not names:
             count = wanted.sites or self._fewest(free, wanted.gpus)

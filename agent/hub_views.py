@@ -95,7 +95,6 @@ def sites(links: Mapping[str, SiteLink]) -> Listing:
                 "software": d.software if d else "",
                 "backend": d.inventory.backend if d else "",
                 "epoch": d.epoch if d else None,
-                "kex": link.negotiated.get("kex", ""),
                 "cipher": link.negotiated.get("cipher", ""),
                 "error": "" if link.is_up else link.error.message,
             }

@@ -52,7 +52,7 @@ class SiteLeases:
         await self._commit([self.machine.restarted(clock.now(), at, clock.boot(), boot)])
         # A program does not outlive its agent: what is left of one belongs to a lease whose task must be started anew.
         for lease_id in self.machine.leases:
-            await local.end(lease_id)
+            await local.end(local.mark_of(self.machine.site, lease_id))
         self.machine.recovering = False
         for lease in list(self.machine.leases.values()):
             if lease.state == "ending":
@@ -114,7 +114,7 @@ class SiteLeases:
         """Kill, confirm, free; a process that does not die keeps its devices occupied."""
         while True:
             try:
-                await local.end(effect.lease)
+                await local.end(local.mark_of(self.machine.site, effect.lease))
                 await self.step(ProcessesGone(effect.lease))
                 return
             except IbshellError as error:

@@ -44,6 +44,7 @@ class Task:
         self.directory = directory
         self.failure = ""
         self._site = site
+        self._mark = local.mark_of(site, wanted.lease)
         self._socket = socket
         self._data = data
         self._check = check
@@ -82,7 +83,7 @@ class Task:
                 f"the program {argv[0]!r} does not exist at {self._site}", "name one that is installed there, or a full path"
             )
         try:
-            self._program = await local.start(self.wanted.lease, argv, environment, self.directory)
+            self._program = await local.start(self._mark, argv, environment, self.directory)
         except IbshellError:
             self._server.close()
             raise
@@ -136,7 +137,7 @@ class Task:
 
     async def kill(self) -> None:
         """End the program at once."""
-        await local.end(self.wanted.lease)
+        await local.end(self._mark)
         if self._watch is not None:
             await self._watch
         if self._server is not None:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PHASE_TIMEOUT_S = 60.0
 # A site whose link breaks may come back to the same round within this time; answers are repeated, nothing is lost.
-RECONNECT_GRACE_S = 5.0
+RECONNECT_GRACE_S = 3.0
 
 
 class RoundDriver:

@@ -188,6 +188,7 @@ class Runs:
         else:
             live.run.may_resume()
             await self._record(live, RunResumed())
+            live.round = None
             live.tell("resumed")
         self._drive(live)
         return self.view(live)
@@ -229,7 +230,6 @@ class Runs:
 
     async def _end(self, live: _Live, state: str, reason: str) -> None:
         await self._record(live, RunEnded(state, reason))
-        live.round = None
 
         async def stop(link: SiteLink) -> None:
             try:

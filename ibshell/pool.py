@@ -6,6 +6,7 @@ processes by `python -P -m agent.main`; this package never imports them.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -36,12 +37,15 @@ class LocalPool:
 
     Args:
         name: of the pool.
+        directory: for everything about it but sockets, or None for the usual place.
+        tied: whether the agents die with this process, whatever ends it.
     """
 
-    def __init__(self, name: str = settings.LOCAL_POOL) -> None:
+    def __init__(self, name: str = settings.LOCAL_POOL, directory: Path | None = None, tied: bool = False) -> None:
         self.name = name
-        self.directory = settings.pool_directory(name)
+        self.directory = directory or settings.pool_directory(name)
         self.sockets = settings.pool_sockets(name)
+        self._tied = tied
         self._roster = self.directory / "processes.json"
 
     @property
@@ -137,6 +141,7 @@ class LocalPool:
                 stderr=log,
                 start_new_session=True,
                 cwd=directory,
+                preexec_fn=_die_with_parent if self._tied else None,
             )
         self._enrol(party, process.pid)
         return process.pid
@@ -209,6 +214,13 @@ class LocalPool:
                 f"no pool {self.name!r} is running on this machine",
                 "start one: ibshell up   (or name another: IBSHELL_POOL=ssh://HOST:PORT)",
             ) from error
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _born(pid: int) -> int:

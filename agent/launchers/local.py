@@ -1,8 +1,8 @@
 """Programs as child processes of the agent, bound to a lease.
 
-Every process carries its lease in its environment, and the kernel kills the child when the agent dies. Ending a lease kills
-each process that bears the mark, wherever it has wandered (its own session included), until a scan of /proc finds none: only
-then may the devices be given to somebody else.
+Every process carries a mark in its environment, which names site and lease (several sites may share a machine), and the kernel
+kills the child when the agent dies. Ending a lease kills each process that bears its mark, wherever it has wandered (its own
+session included), until a scan of /proc finds none: only then may the devices be given to somebody else.
 """
 
 import asyncio
@@ -25,6 +25,11 @@ LOG_TAIL_BYTES = 2000
 
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def mark_of(site: str, lease: str) -> str:
+    """The mark of a lease's processes at a site."""
+    return f"{site}/{lease}"
 
 
 class Program:
@@ -66,7 +71,7 @@ def last_line(log: Path) -> str:
     return "".join(c if c.isprintable() else "?" for c in said[-1])[:300] if said else ""
 
 
-async def start(lease: str, argv: Sequence[str], environment: Mapping[str, str], directory: Path) -> Program:
+async def start(mark: str, argv: Sequence[str], environment: Mapping[str, str], directory: Path) -> Program:
     """Start a program bound to a lease, its output going to `output.log` in its directory.
 
     Raises:
@@ -78,7 +83,7 @@ async def start(lease: str, argv: Sequence[str], environment: Mapping[str, str],
             process = await asyncio.create_subprocess_exec(
                 *argv,
                 cwd=directory,
-                env={**environment, LEASE_VARIABLE: lease},
+                env={**environment, LEASE_VARIABLE: mark},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -93,7 +98,7 @@ async def start(lease: str, argv: Sequence[str], environment: Mapping[str, str],
 
 
 def scan() -> dict[str, list[int]]:
-    """{lease: processes that bear its mark}, of this user (of everybody where the agent is root)."""
+    """{mark: processes that bear it}, of this user (of everybody where the agent is root)."""
     found: dict[str, list[int]] = {}
     prefix = f"{LEASE_VARIABLE}=".encode()
     for entry in os.scandir("/proc"):
@@ -111,15 +116,15 @@ def scan() -> dict[str, list[int]]:
     return found
 
 
-async def end(lease: str, patience_s: float = 30.0) -> None:
-    """Kill every process of a lease and return when none is left.
+async def end(mark: str, patience_s: float = 30.0) -> None:
+    """Kill every process that bears a mark and return when none is left.
 
     Raises:
         TimedOut: one does not die; its process id is named. The devices must stay occupied.
     """
     deadline = clock.now() + patience_s
     while True:
-        left = (await asyncio.to_thread(scan)).get(lease, [])
+        left = (await asyncio.to_thread(scan)).get(mark, [])
         if not left:
             return
         for pid in left:
@@ -128,5 +133,5 @@ async def end(lease: str, patience_s: float = 30.0) -> None:
             except ProcessLookupError:
                 continue
         if clock.now() > deadline:
-            raise TimedOut(f"processes {left} of lease {lease} do not die", "look at them; they may hang in a driver")
+            raise TimedOut(f"processes {left} of lease {mark} do not die", "look at them; they may hang in a driver")
         await asyncio.sleep(POLL_S)

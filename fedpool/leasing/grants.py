@@ -265,7 +265,7 @@ class SiteGrants:
         free = self.free()
         chosen = pack(self.inventory, free, event.gpus, event.gpu_type)
         if chosen is None:
-            kind = event.gpu_type or "gpu of one type"
+            kind = event.gpu_type or "GPUs of one type"
             of_type = [g for g in self.inventory.gpus() if event.gpu_type in (None, g.type)]
             usable = sum(gpu.uuid in free for gpu in of_type)
             raise Insufficient(

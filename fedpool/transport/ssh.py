@@ -10,7 +10,6 @@ not read what it asked for is cut off. Only AES-GCM (asyncssh would prefer chach
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -446,8 +445,5 @@ async def open_command(connection: asyncssh.SSHClientConnection, command: Sequen
 
 
 def negotiated(connection: SSHConnection) -> dict[str, str]:
-    """What the two sides agreed on, for `site show` and `doctor`."""
-    info = {"cipher": connection.get_extra_info("send_cipher")}
-    with contextlib.suppress(AttributeError):
-        info["kex"] = connection._kex.algorithm.decode() if connection._kex else ""
-    return {key: str(value) for key, value in info.items() if value}
+    """What the two sides agreed on, for `site show`."""
+    return {"cipher": str(connection.get_extra_info("send_cipher"))}

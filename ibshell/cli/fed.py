@@ -1,0 +1,237 @@
+"""`ibshell fed`: federated training."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedpool.client.connection import Connection
+from fedpool.errors import NotFound
+from fedpool.federation import plan as plans
+from fedpool.wire.messages import (
+    ById,
+    EventsWanted,
+    Events,
+    ModelPiece,
+    ModelWanted,
+    RunView,
+    RunWanted,
+    Upload,
+    UploadState,
+)
+from ibshell import diagnostics, render
+from ibshell.cli import options
+from ibshell.progress import Progress
+from ibshell.render import Column
+
+app = typer.Typer(no_args_is_help=True, help="Federated training: run a plan, watch it, resume it.")
+
+PIECE_BYTES = 512 * 1024
+FAILED = 1
+PENDING = 8
+
+COLUMNS = [
+    Column("RUN", "id"),
+    Column("NAME", "name"),
+    Column("TENANT", "tenant"),
+    Column("STATE", "state"),
+    Column("ROUND", "round"),
+    Column("OF", "rounds"),
+    Column("SITES", "sites"),
+    Column("METRICS", "metrics"),
+    Column("LEASE", "lease", wide=True),
+    Column("REASON", "reason", wide=True),
+]
+RunArgument = Annotated[str, typer.Argument(help="Run id, a unique beginning of it, or its name.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Directory for the model and the history (default: NAME-ID).")]
+
+
+def send(connection: Connection, path: Path) -> str:
+    """Upload a file to the hub; returns its id."""
+    upload = secrets.token_hex(16)
+    try:
+        with path.open("rb") as file:
+            offset = 0
+            while True:
+                data = file.read(PIECE_BYTES)
+                last = len(data) < PIECE_BYTES
+                connection.call("upload", Upload(upload, offset, data, last), UploadState)
+                offset += len(data)
+                if last:
+                    return upload
+    except FileNotFoundError:
+        raise NotFound(f"no initial parameters at {path}", "the plan's `initial` is a path beside the plan") from None
+
+
+def fetch_model(connection: Connection, run: str, path: Path, number: int | None = None) -> str:
+    """Download a round's global parameters; returns their SHA-256, checked.
+
+    Raises:
+        IntegrityError: what arrived is something else.
+    """
+    import hashlib
+
+    from fedpool.errors import IntegrityError
+
+    arriving, digest, offset = path.with_suffix(".part"), hashlib.sha256(), 0
+    with arriving.open("wb") as file:
+        while True:
+            piece = connection.call("fed.model", ModelWanted(run, offset, PIECE_BYTES, number), ModelPiece)
+            file.write(piece.data)
+            digest.update(piece.data)
+            offset += len(piece.data)
+            if offset >= piece.size:
+                break
+    if digest.hexdigest() != piece.sha256:
+        raise IntegrityError(f"the model of run {run} arrived damaged", "fetch it again: ibshell fed show RUN --out DIR")
+    arriving.replace(path)
+    return piece.sha256
+
+
+def watch(connection: Connection, run: RunView, seen: Any = lambda event: None) -> RunView:
+    """Follow a run to its end, with live progress on stderr; `seen` gets every event."""
+    progress = Progress(run.rounds)
+    after = 0
+    try:
+        while True:
+            events = connection.call("fed.events", EventsWanted(run.id, after, 10.0), Events)
+            after = events.next
+            for event in events.items:
+                progress.event(event)
+                seen(event)
+            if not events.items and events.state not in ("running",):
+                break
+    finally:
+        progress.close()
+    return connection.call("fed.show", ById(run.id), RunView)
+
+
+def collect(connection: Connection, run: RunView, directory: Path) -> None:
+    """Write the latest global parameters and the history."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fetch_model(connection, run.id, directory / "model.safetensors")
+    history = {"run": run.id, "name": run.name, "tenant": run.tenant, "state": run.state, "rounds": run.history}
+    (directory / "history.json").write_text(json.dumps(history, indent=2) + "\n")
+
+
+def _follow(connection: Connection, run: RunView, out: Path | None, output: str | None) -> None:
+    try:
+        final = watch(connection, run)
+    except KeyboardInterrupt:
+        diagnostics.say(f"detached; run {run.id} goes on. Watch it: ibshell fed show {run.id} --watch; end it: ibshell fed stop {run.id}")
+        raise
+    directory = out or Path(f"{final.name}-{final.id}")
+    collect(connection, final, directory)
+    if output is not None:
+        render.write(render.record(options.as_data(final), output))
+    else:
+        last = final.history[-1]["metrics"] if final.history else {}
+        what = f" ({render.cell('metrics', last)})" if last else ""
+        render.write(f"run {final.id} {final.state} after round {final.round} of {final.rounds}{what}; {directory}/\n")
+    if final.state != "finished":
+        if output is None:
+            diagnostics.say(f"reason: {final.reason}")
+            diagnostics.say(f"next: ibshell fed resume {final.id}")
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def run(
+    plan: Annotated[Path, typer.Argument(help="Plan file (TOML).")],
+    out: Out = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the end.")] = False,
+    output: options.Output = None,
+    idempotency_key: Annotated[str, typer.Option("--idempotency-key")] = "",
+) -> None:
+    """Run a plan: lease, train round by round under secure aggregation, then fetch model and history.
+
+    Examples: ibshell fed run plan.toml | ibshell fed run plan.toml --detach -o name
+    """
+    try:
+        text = plan.read_text()
+    except (FileNotFoundError, IsADirectoryError):
+        raise NotFound(f"no plan at {plan}") from None
+    parsed = plans.parse(text, str(plan))
+    with options.hub() as connection:
+        upload = send(connection, plan.parent / parsed.initial)
+        started = connection.call("fed.run", RunWanted(text, upload), RunView, key=idempotency_key)
+        if detach:
+            render.write(render.record(options.as_data(started), output or "name"))
+            return
+        _follow(connection, started, out, output)
+
+
+@app.command("list")
+def list_(output: options.Output = None, strict: options.Strict = False) -> None:
+    """List the runs.
+
+    Example: ibshell fed list
+    """
+    options.show_listing(options.ask_listing("fed.list"), COLUMNS, "id", output, strict)
+
+
+@app.command()
+def show(
+    run: RunArgument,
+    out: Out = None,
+    watch_: Annotated[bool, typer.Option("--watch", help="Follow it to its end.")] = False,
+    output: options.Output = None,
+) -> None:
+    """Show a run and its rounds; with --out also fetch its latest model and history.
+
+    Examples: ibshell fed show 7f3a | ibshell fed show 7f3a --watch | ibshell fed show 7f3a --out result
+    """
+    with options.hub() as connection:
+        view = connection.call("fed.show", ById(run), RunView)
+        if watch_ and view.state == "running":
+            view = watch(connection, view)
+        if out is not None:
+            collect(connection, view, out)
+    data = options.as_data(view)
+    if output not in (None, "table", "wide"):
+        render.write(render.record(data, output))
+        return
+    history = data.pop("history")
+    render.write(render.record({k: v for k, v in data.items() if v != ""}, output))
+    rows = [{**entry, "sites": len(entry["survivors"]), "lost": list(entry["lost"])} for entry in history]
+    columns = [Column(key.upper(), key) for key in ("round", "sites", "lost", "metrics", "seconds", "bytes_up", "bytes_down")]
+    render.write("\n" + render.table(columns, rows, render.on_terminal()))
+    if view.state == "interrupted":
+        diagnostics.say(f"its hub restarted; go on with: ibshell fed resume {view.id}")
+
+
+@app.command()
+def resume(
+    run: RunArgument,
+    out: Out = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the end.")] = False,
+    output: options.Output = None,
+) -> None:
+    """Go on with a run that failed, was stopped, or whose hub restarted; a round in progress is continued, not repeated.
+
+    Example: ibshell fed resume 7f3a
+    """
+    with options.hub() as connection:
+        view = connection.call("fed.resume", ById(run), RunView)
+        if detach:
+            render.write(render.record(options.as_data(view), output or "name"))
+            return
+        _follow(connection, view, out, output)
+
+
+@app.command()
+def stop(run: RunArgument, output: options.Output = None) -> None:
+    """Stop a run: its programs end, its lease is released; it can be resumed.
+
+    Example: ibshell fed stop 7f3a
+    """
+    with options.hub() as connection:
+        view = connection.call("fed.stop", ById(run), RunView)
+    if output is None:
+        render.write(f"run {view.id} is {view.state}\n")
+    else:
+        render.write(render.record(options.as_data(view), output))

@@ -1,0 +1,87 @@
+"""Options that many commands share, the connection they all use, and the one way a listing is printed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from fedpool.client.connection import Connection
+from fedpool.errors import NotFound, UsageError
+from fedpool.wire.messages import Listing, Nothing
+from ibshell import diagnostics, render, settings
+from ibshell.pool import LocalPool
+
+Output = Annotated[
+    str | None, typer.Option("-o", "--output", help="table, wide, json, ndjson, yaml, csv or name.", metavar="FORM")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail when a site is missing from the answer.")]
+PARTIAL = 6
+
+
+def hub() -> Connection:
+    """A channel to the hub of the chosen pool: IBSHELL_POOL is a local pool's name or `ssh://HOST:PORT`.
+
+    Raises:
+        Unreachable: it does not answer.
+    """
+    name = settings.pool_name()
+    if not name.startswith("ssh://"):
+        return LocalPool(name).connect()
+    from fedpool.client.remote import connect_ssh
+    from fedpool.transport.identity import parse_public
+
+    line = os.environ.get("IBSHELL_HUB_KEY", "")
+    if not line:
+        raise UsageError(
+            f"the key of the hub at {name} is not known", "set IBSHELL_HUB_KEY to the line its operator gave you: ssh-ed25519 AAAA…"
+        )
+    key = Path(os.environ.get("IBSHELL_KEY") or settings.config_directory() / "identity")
+    return connect_ssh(name.removeprefix("ssh://"), parse_public(line, "IBSHELL_HUB_KEY"), key)
+
+
+def ask_listing(method: str) -> dict[str, Any]:
+    """A listing from the hub, as plain data."""
+    with hub() as connection:
+        return as_data(connection.call(method, Nothing(), Listing))
+
+
+def as_data(value: object) -> dict[str, Any]:
+    """A Struct as plain data."""
+    data = msgspec.to_builtins(value)
+    assert isinstance(data, dict)
+    return data
+
+
+def show_listing(
+    answer: dict[str, Any], columns: Sequence[render.Column], name_key: str, form: str | None, strict: bool
+) -> None:
+    """Print a listing, and say on stderr what is missing from it."""
+    render.write(render.listing(answer, columns, name_key, form, render.on_terminal()))
+    if form not in ("json", "yaml"):
+        for error in answer["errors"]:
+            diagnostics.say(f"missing: {error['site']}: {error['message']}")
+    if strict and answer["errors"]:
+        raise typer.Exit(PARTIAL)
+
+
+def pick(answer: dict[str, Any], key: str, wanted: str, noun: str) -> dict[str, Any]:
+    """The item whose key is `wanted`.
+
+    Raises:
+        NotFound: none; the nearest name is suggested.
+    """
+    import difflib
+
+    names = [str(item[key]) for item in answer["items"]]
+    for item in answer["items"]:
+        if item[key] == wanted:
+            found: dict[str, Any] = item
+            return found
+    near = difflib.get_close_matches(wanted, names, 1)
+    hint = f"did you mean {near[0]}?" if near else f"ibshell {noun} list shows them"
+    raise NotFound(f"no {noun} {wanted!r}", hint)

@@ -1,0 +1,97 @@
+"""Progress of a run: one line that is rewritten on a terminal, a line a round elsewhere. It goes to stderr."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import Any
+
+from fedpool.units import format_duration, format_size
+from ibshell import diagnostics
+from ibshell.render import cell
+
+BAR_CELLS = 20
+
+
+class Progress:
+    """Shows a run's events.
+
+    Args:
+        rounds: how many the plan has.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self._live = not diagnostics.is_plain(sys.stderr)
+        self._ascii = "utf" not in (sys.stderr.encoding or "").lower()
+        self._done = 0
+        self._cohort = 0
+        self._phase = ""
+        self._answered = 0
+        self._metrics: dict[str, float] = {}
+        self._bytes = 0
+        self._round_times: list[float] = []
+        self._began = time.monotonic()
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Take in one event."""
+        match event["kind"]:
+            case "leasing":
+                self._say(f"leasing {event['gpus']} GPUs at {event['sites']} sites")
+            case "leased":
+                self._say(f"lease {event['lease']}: {event['gpus']} GPUs at {event['sites']} sites")
+            case "round":
+                self._cohort = event["cohort"]
+                self._rounds = event["rounds"]
+            case "phase":
+                self._phase, self._answered = event["phase"], 0
+                self._draw()
+            case "answered":
+                self._answered += 1
+                self._draw()
+            case "site_out":
+                self._say(f"round {event['round']}: {event['site']} is out ({event['phase']}): {event['reason']}")
+            case "aggregated":
+                self._done = event["round"]
+                self._metrics = event["metrics"]
+                self._bytes += event["bytes_up"] + event["bytes_down"]
+                self._round_times.append(event["seconds"])
+                if not self._live:
+                    lost = f", without {', '.join(event['lost'])}" if event["lost"] else ""
+                    diagnostics.say(
+                        f"round {event['round']}/{self._rounds}: {len(event['survivors'])} sites{lost}, "
+                        f"{cell('metrics', self._metrics)}, {event['seconds']:.2f} s"
+                    )
+                self._draw()
+            case "resumed":
+                self._say("resumed")
+
+    def _left(self) -> str:
+        if not self._round_times:
+            return ""
+        recent = self._round_times[-5:]
+        return f", {format_duration(max(0.1, (self._rounds - self._done) * sum(recent) / len(recent)))} left"
+
+    def _draw(self) -> None:
+        if not self._live:
+            return
+        full, empty = ("#", ".") if self._ascii else ("━", "╌")
+        filled = round(BAR_CELLS * self._done / max(1, self._rounds))
+        text = (
+            f"{full * filled}{empty * (BAR_CELLS - filled)} round {min(self._done + 1, self._rounds)}/{self._rounds} "
+            f"{self._phase} {self._answered}/{self._cohort} {cell('metrics', self._metrics)} "
+            f"{format_size(self._bytes)}{self._left()}"
+        )
+        columns = shutil.get_terminal_size().columns
+        print(f"\r\x1b[K{text[: columns - 1]}", end="", file=sys.stderr, flush=True)
+
+    def _say(self, text: str) -> None:
+        if self._live:
+            print("\r\x1b[K", end="", file=sys.stderr)
+        diagnostics.say("".join(c if c.isprintable() else "?" for c in text))
+
+    def close(self) -> None:
+        """Leave the line."""
+        if self._live:
+            print(file=sys.stderr, flush=True)
