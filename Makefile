@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd')
 
-.PHONY: help demo test check bench venv format checked clean
+.PHONY: peers help demo test check bench venv format checked clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -22,7 +22,14 @@ check: $(STAMP) ## format, lint, strict types, import contracts
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-bench: $(STAMP) ## measurements, side by side with what users would pick instead
+peers: .venv-peers/flower/.ready ## what `make bench` compares with, each in a virtual environment of its own
+
+.venv-peers/flower/.ready:
+	@$(PYTHON) -m venv .venv-peers/flower
+	@.venv-peers/flower/bin/python -m pip install --quiet --disable-pip-version-check 'flwr==1.42.0' numpy
+	@touch $@
+
+bench: $(STAMP) peers ## measurements, side by side with what users would pick instead
 	@$(BIN)/ibshell bench
 
 venv: $(STAMP) ## just the environment, in .venv

@@ -271,9 +271,7 @@ class Gangs:
 
     async def site_changed(self, link: SiteLink, lease: SiteLease) -> None:
         """A site tells of a lease that changed by itself."""
-        if link.description is not None:
-            others = [known for known in link.description.leases if known.id != lease.id]
-            link.description = msgspec.structs.replace(link.description, leases=[*others, lease])
+        link.note(lease)
         gang = self._gangs.get(lease.id)
         if gang is not None and lease.state in life.FINAL and lease.state != "aborted":
             reason = gang.lease.reason if gang.lease.state == "ending" else lease.reason
@@ -328,19 +326,19 @@ class Gangs:
                             lease_id, lease.tenant, part.gpus, HOLD_TTL_S, self.term, self._gpu_types.get(lease_id)
                         )
                         held = await link.call("lease.hold", hold, SiteLease, HOLD_TIMEOUT_S)
-                        self._note(link, held)
+                        link.note(held)
                         return PartHeld(ask.site, held.grants)
                     case "commit":
                         commit = Commit(lease_id, lease.duration_s, self.term)
-                        self._note(link, await link.call("lease.commit", commit, SiteLease))
+                        link.note(await link.call("lease.commit", commit, SiteLease))
                         return PartCommitted(ask.site)
                     case "abort":
-                        self._note(link, await link.call("lease.abort", Abort(lease_id, self.term), SiteLease))
+                        link.note(await link.call("lease.abort", Abort(lease_id, self.term), SiteLease))
                         return None
                     case _:
                         release = Release(lease_id, self.term, lease.reason)
                         ended = await link.call("lease.release", release, SiteLease)
-                        self._note(link, ended)
+                        link.note(ended)
                         # While its processes are being ended the site's notice will say when they are gone.
                         return PartEnded(ask.site, lease.reason) if ended.state in life.FINAL else None
             except Unreachable as error:
@@ -362,13 +360,6 @@ class Gangs:
                     self._failures[lease_id] = from_wire(error.code, error.message, error.hint)
                     return PartRefused(ask.site, error.message)
                 raise
-
-    @staticmethod
-    def _note(link: SiteLink, lease: SiteLease) -> None:
-        """Keep the hub's picture of a site current with each answer."""
-        if link.description is not None:
-            others = [known for known in link.description.leases if known.id != lease.id]
-            link.description = msgspec.structs.replace(link.description, leases=[*others, lease])
 
     async def _wait(self, lease_id: str, done: Callable[[Lease], bool], timeout_s: float) -> Lease:
         gang = self._gangs[lease_id]

@@ -8,11 +8,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import asyncssh
+import msgspec
 
 from agent import clock, files
 from agent.backoff import LAST_S, delay
 from agent.config import SiteEntry
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Unreachable
+from fedpool.leasing import lease as life
+from fedpool.records import SiteLease
 from fedpool.transport import ssh
 from fedpool.transport.bulk import BulkChannel, Source
 from fedpool.transport.identity import Identity, parse_public
@@ -213,6 +216,16 @@ class SiteLink:
     async def refresh(self) -> None:
         """Ask the site to describe itself anew."""
         self.description = await self.call("site.describe", Nothing(), SiteDescription)
+
+    def note(self, lease: SiteLease) -> None:
+        """Keep the picture of the site current; an older report that arrives late changes nothing."""
+        if self.description is None:
+            return
+        known = {held.id: held for held in self.description.leases}
+        if lease.id in known and life.progress(lease.state) < life.progress(known[lease.id].state):
+            return
+        known[lease.id] = lease
+        self.description = msgspec.structs.replace(self.description, leases=list(known.values()))
 
     async def fetch(self, object_id: bytes, path: Path, patience_s: float = 30.0) -> None:
         """Get an object from the site into a file, over as many bulk connections as it takes.

@@ -39,3 +39,8 @@ ENDINGS: Final = {"released": "release", "expired": "expire", "revoked": "revoke
 def after(state: str, event: str) -> str | None:
     """The state that follows, or None where the event is illegal."""
     return TRANSITIONS.get((state, event))
+
+
+def progress(state: str) -> int:
+    """How far a lease in this state has come; of two reports about one lease, the one further on is the newer."""
+    return LIVE.index(state) if state in LIVE else len(LIVE)
