@@ -69,7 +69,9 @@ def aggregate(
         values = STRATEGIES[strategy]().apply(base, mean)
         if not np.isfinite(values).all():
             where = parameters.name_of(layout, int(np.argmin(np.isfinite(values))))
-            raise RoundFailed(f"round {manifest.round}: the new global parameters are not finite at {where}", "the old ones stay")
+            raise RoundFailed(
+                f"round {manifest.round}: the new global parameters are not finite at {where}", "the old ones stay"
+            )
         arriving = new_model.with_suffix(".part")
         shutil.copyfile(model, arriving)
         with files.mapped(arriving, writable=True) as new:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fedpool.errors import NotFound, UsageError
-from fedpool.federation.plan import NAME
+from fedpool.names import NAME, RULE
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.transport.identity import parse_public
 
@@ -123,13 +123,15 @@ def _check(config: object, path: Path) -> None:
             if site.mode not in ("dial", "reverse", "stdio"):
                 raise UsageError(f"{path}: site {site.name}: mode = {site.mode!r}", "it may be dial, reverse or stdio")
             if site.mode != "reverse" and not site.address:
-                raise UsageError(f"{path}: site {site.name}: mode {site.mode} needs an address", 'address = "host:port"')
+                raise UsageError(
+                    f"{path}: site {site.name}: mode {site.mode} needs an address", 'address = "host:port"'
+                )
             if site.mode == "stdio":
                 keys[f"site {site.name}: host_key"] = site.host_key
         if len({site.name for site in config.site}) < len(config.site):
             raise UsageError(f"{path}: two sites have one name")
     for name in names:
         if not NAME.fullmatch(name):
-            raise UsageError(f"{path}: {name!r} is no name: letters, digits, '.', '_', '-', at most 63")
+            raise UsageError(f"{path}: {name!r} is no name: {RULE}")
     for where, key in keys.items():
         parse_public(key, f"{path}: {where}")

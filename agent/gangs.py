@@ -12,7 +12,18 @@ import msgspec
 from agent import clock
 from agent.links import SiteLink
 from agent.store.sqlite import SqliteStore
-from fedpool.errors import Failed, IbshellError, Insufficient, NotFound, Refused, StaleToken, TimedOut, Unreachable, UsageError, from_wire
+from fedpool.errors import (
+    Failed,
+    IbshellError,
+    Insufficient,
+    NotFound,
+    Refused,
+    StaleToken,
+    TimedOut,
+    Unreachable,
+    UsageError,
+    from_wire,
+)
 from fedpool.leasing import lease as life
 from fedpool.leasing.gang import (
     HOLD_TTL_S,
@@ -58,9 +69,7 @@ class Gangs:
         changed: told of every lease that took a new state.
     """
 
-    def __init__(
-        self, store: SqliteStore, links: Mapping[str, SiteLink], changed: Callable[[Lease], None]
-    ) -> None:
+    def __init__(self, store: SqliteStore, links: Mapping[str, SiteLink], changed: Callable[[Lease], None]) -> None:
         self._store = store
         self._links = links
         self._changed = changed
@@ -139,7 +148,9 @@ class Gangs:
             del self._gangs[lease.id]
             raise
         try:
-            final = await self._wait(lease.id, lambda found: found.state not in ("requested", "held"), ACTIVATION_TIMEOUT_S)
+            final = await self._wait(
+                lease.id, lambda found: found.state not in ("requested", "held"), ACTIVATION_TIMEOUT_S
+            )
         except TimedOut:
             await self._step(lease.id, EndAsked("failed: not every site answered in time"))
             raise
@@ -168,10 +179,13 @@ class Gangs:
         )
         kind = wanted.gpu_type or "GPU"
         if known < wanted.gpus:
-            raise Insufficient(f"{wanted.gpus} {kind} asked for; the pool has {known}", "ask for fewer, or another type")
+            raise Insufficient(
+                f"{wanted.gpus} {kind} asked for; the pool has {known}", "ask for fewer, or another type"
+            )
         if sum(free.values()) < wanted.gpus:
             raise Insufficient(
-                f"{wanted.gpus} {kind} asked for; {sum(free.values())} of {known} are free", "ibshell lease list shows who has them"
+                f"{wanted.gpus} {kind} asked for; {sum(free.values())} of {known} are free",
+                "ibshell lease list shows who has them",
             )
         names = wanted.site_names
         if not names:
@@ -218,9 +232,7 @@ class Gangs:
         sent = clock.now()
         problems = []
         async with asyncio.TaskGroup() as asks:
-            answers = {
-                part.site: asks.create_task(self._renew_part(lease, part, duration_s)) for part in lease.parts
-            }
+            answers = {part.site: asks.create_task(self._renew_part(lease, part, duration_s)) for part in lease.parts}
         for site, answer in answers.items():
             if answer.result() is not None:
                 problems.append(f"{site}: {answer.result()}")

@@ -20,7 +20,7 @@ from agent.gangs import Gangs
 from agent.runs import Runs
 from agent.store.sqlite import SqliteStore
 from fedpool.errors import IbshellError, NotFound, UsageError
-from fedpool.federation.plan import NAME
+from fedpool.names import NAME, RULE
 from fedpool.records import Lease
 from fedpool.transport import local, ssh
 from fedpool.transport.identity import Identity, parse_public
@@ -113,7 +113,9 @@ class Hub:
                     acceptor = ssh.reverse_acceptor(self.identity, known, self._site_dialled_in)
                     await self._listen(tasks, self.config.listen_sites, acceptor)
                 if self.config.listen:
-                    await self._listen(tasks, self.config.listen, ssh.server_acceptor(self.identity, users, self._serve_user))
+                    await self._listen(
+                        tasks, self.config.listen, ssh.server_acceptor(self.identity, users, self._serve_user)
+                    )
                 for link in self.links.values():
                     tasks.create_task(link.run())
                 server = await local.listen(self._socket, self._serve)
@@ -162,7 +164,9 @@ class Hub:
     async def _answer(self, request: Request) -> object:
         method = self._methods.get(request.method)
         if method is None:
-            raise UsageError(f"the hub does not know the method {request.method!r}", "is this command of a newer release?")
+            raise UsageError(
+                f"the hub does not know the method {request.method!r}", "is this command of a newer release?"
+            )
         kind, answer = method
         body = from_body(request.body or {}, kind, request.method) if kind is not msgspec.Struct else None
         found = self._answers.find(request.key, request.method, body)
@@ -187,7 +191,7 @@ class Hub:
 
     async def _lease_request(self, wanted: LeaseWanted) -> object:
         if not NAME.fullmatch(wanted.tenant):
-            raise UsageError(f"tenant {wanted.tenant!r} is no name: letters, digits, '.', '_', '-', at most 63")
+            raise UsageError(f"tenant {wanted.tenant!r} is no name: {RULE}")
         return self.gangs.view(await self.gangs.request(wanted))
 
     async def _lease_renew(self, wanted: LeaseRenewal) -> object:

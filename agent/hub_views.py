@@ -1,6 +1,7 @@
 """What people see of the hub: rows and sums over what the sites last said, with what is missing and how old it is."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -48,9 +49,7 @@ def _described(links: Mapping[str, SiteLink]) -> Iterator[SiteLink]:
     return (link for link in links.values() if link.description is not None)
 
 
-def status(
-    pool: str, pid: int, uptime_s: float, links: Mapping[str, SiteLink], gangs: Gangs, runs: Runs
-) -> PoolStatus:
+def status(pool: str, pid: int, uptime_s: float, links: Mapping[str, SiteLink], gangs: Gangs, runs: Runs) -> PoolStatus:
     """The pool in a few numbers; a silent site's devices count as taken."""
     total = free = 0
     for link in _described(links):
@@ -154,10 +153,29 @@ def gpus(links: Mapping[str, SiteLink]) -> Listing:
     return Listing(items, _missing(links), _as_of(links))
 
 
+def _unknown(link: SiteLink, known: set[str]) -> list[SiteLease]:
+    assert link.description is not None
+    return [lease for lease in link.description.leases if lease.occupies and lease.id not in known]
+
+
+def _orphan(site: str, lease: SiteLease) -> dict[str, Any]:
+    return {
+        "id": lease.id,
+        "tenant": lease.tenant,
+        "state": f"orphan ({lease.state})",
+        "gpus": len(lease.grants),
+        "sites": 1,
+        "expires_in_s": None,
+        "requested_at": "",
+        "reason": "the hub does not know it",
+        "site_names": [site],
+    }
+
+
 def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
     """One row a lease; what a site holds and the hub does not know is an orphan, shown until it is gone."""
-    items = []
-    known = set()
+    items: list[dict[str, Any]] = []
+    known: set[str] = set()
     for lease in gangs.leases():
         known.add(lease.id)
         view = gangs.view(lease)
@@ -178,23 +196,7 @@ def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "site_names": [part.site for part in lease.parts],
             }
         )
-    for link in _described(links):
-        assert link.description is not None
-        for orphan in link.description.leases:
-            if orphan.occupies and orphan.id not in known:
-                items.append(
-                    {
-                        "id": orphan.id,
-                        "tenant": orphan.tenant,
-                        "state": f"orphan ({orphan.state})",
-                        "gpus": len(orphan.grants),
-                        "sites": 1,
-                        "expires_in_s": None,
-                        "requested_at": "",
-                        "reason": "the hub does not know it",
-                        "site_names": [link.name],
-                    }
-                )
+    items += [_orphan(link.name, lease) for link in _described(links) for lease in _unknown(link, known)]
     return Listing(items, _missing(links), _as_of(links))
 
 

@@ -162,7 +162,9 @@ class SiteLink:
             hello = await peer.start()
             if hello.role != "site" or hello.name != self.name:
                 peer.close()
-                raise PeerProtocolError(f"{self.name} introduces itself as {hello.role} {hello.name}", "check its configuration")
+                raise PeerProtocolError(
+                    f"{self.name} introduces itself as {hello.role} {hello.name}", "check its configuration"
+                )
             description = await peer.call("site.describe", Nothing(), SiteDescription)
             if description.identity != self.key:
                 peer.close()
@@ -197,9 +199,7 @@ class SiteLink:
             if self._bulk is channel:
                 self._bulk = None
 
-    async def call(
-        self, method: str, body: object, expect: type[Answer], timeout_s: float | None = 30.0
-    ) -> Answer:
+    async def call(self, method: str, body: object, expect: type[Answer], timeout_s: float | None = 30.0) -> Answer:
         """Ask the site.
 
         Raises:

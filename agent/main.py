@@ -36,7 +36,9 @@ def main() -> None:
     key = commands.add_parser("key", help="make a key if there is none and print its public half")
     key.add_argument("--state", type=Path, default=Path(), help="the party's state directory")
     stdio = commands.add_parser("stdio", help="bridge standard input and output to a site agent")
-    stdio.add_argument("--socket", type=Path, default=None, help="the agent's Unix socket (default: IBSHELL_AGENT_SOCKET)")
+    stdio.add_argument(
+        "--socket", type=Path, default=None, help="the agent's Unix socket (default: IBSHELL_AGENT_SOCKET)"
+    )
     stdio.add_argument("subsystem", help="fedpool or fedpool-bulk")
     arguments = parser.parse_args()
     try:
@@ -126,7 +128,11 @@ def _keep_big_blocks() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return  # another C library
-    for option, value in ((-3, 1 << 30), (-1, 512 << 20), (-2, 64 << 20)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+    for option, value in (
+        (-3, 1 << 30),
+        (-1, 512 << 20),
+        (-2, 64 << 20),
+    ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
         mallopt(option, value)
 
 

@@ -80,7 +80,8 @@ class Task:
         if shutil.which(argv[0], path=environment["PATH"]) is None:
             self._server.close()
             raise ProgramFailed(
-                f"the program {argv[0]!r} does not exist at {self._site}", "name one that is installed there, or a full path"
+                f"the program {argv[0]!r} does not exist at {self._site}",
+                "name one that is installed there, or a full path",
             )
         try:
             self._program = await local.start(self._mark, argv, environment, self.directory)
@@ -121,9 +122,13 @@ class Task:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: number in self._submitted or self.failure)
         except TimeoutError:
-            raise TimedOut(f"the program at {self._site} had not submitted round {number} within {timeout_s:.0f} s") from None
+            raise TimedOut(
+                f"the program at {self._site} had not submitted round {number} within {timeout_s:.0f} s"
+            ) from None
         if number not in self._submitted:
-            raise ProgramFailed(f"{self._site}: {self.failure}", f"its output is in {self.directory / 'output.log'} there")
+            raise ProgramFailed(
+                f"{self._site}: {self.failure}", f"its output is in {self.directory / 'output.log'} there"
+            )
         return self._submitted[number]
 
     async def finish(self, reason: str) -> None:

@@ -12,12 +12,13 @@ import msgspec
 from agent import clock, files
 from agent.links import SiteLink
 from fedpool.errors import IbshellError, IntegrityError, RoundFailed, Unreachable
+from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
 from fedpool.federation.plan import Plan
 from fedpool.secagg.manifest import Manifest
 from fedpool.secagg.messages import KeyMessage, VectorMessage
 from fedpool.secagg.server import Answered, Ask, Fail, HubEvent, HubRound, Lost, PhaseEnded, Unmask
 from fedpool.wire.bulk import object_id
-from fedpool.wire.messages import Nothing, Phase, PhaseAnswer, RoundOver, RoundWanted
+from fedpool.wire.messages import Nothing
 
 log = logging.getLogger(__name__)
 

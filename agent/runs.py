@@ -35,6 +35,7 @@ from fedpool.federation.rounds import (
     RunResumed,
 )
 from fedpool.leasing import lease as life
+from fedpool.records import Part
 from fedpool.secagg.manifest import Manifest, Participant
 from fedpool.transport.bulk import Source
 from fedpool.wire.bulk import object_id
@@ -82,9 +83,7 @@ class _Live:
     def tell(self, kind: str, **details: Any) -> None:
         """Add an event for whoever watches."""
         number = self.first_event + len(self.events)
-        self.events.append(
-            {"n": number, "time": clock.wall(), "kind": kind, "round": self.run.round + 1, **details}
-        )
+        self.events.append({"n": number, "time": clock.wall(), "kind": kind, "round": self.run.round + 1, **details})
         if len(self.events) > EVENTS_KEPT:
             del self.events[: EVENTS_KEPT // 2]
             self.first_event += EVENTS_KEPT // 2
@@ -149,7 +148,16 @@ class Runs:
         run = live.run
         sites = list(run.sites) or (run.plan.sites if isinstance(run.plan.sites, list) else [])
         return RunView(
-            run.id, run.plan.name, run.plan.tenant, live.state, run.round, run.plan.rounds, run.lease, sites, run.reason, run.history
+            run.id,
+            run.plan.name,
+            run.plan.tenant,
+            live.state,
+            run.round,
+            run.plan.rounds,
+            run.lease,
+            sites,
+            run.reason,
+            run.history,
         )
 
     def views(self) -> list[RunView]:
@@ -264,7 +272,9 @@ class Runs:
                         log.info("%s", error)  # tried again at the next round
                 return run.lease
             if lease.state in life.FINAL and live.round is not None:
-                raise Refused(f"lease {lease.id} is {lease.state}: {lease.reason}", "ibshell fed resume takes a new one")
+                raise Refused(
+                    f"lease {lease.id} is {lease.state}: {lease.reason}", "ibshell fed resume takes a new one"
+                )
         plan = run.plan
         names = plan.sites if isinstance(plan.sites, list) else list(run.sites)
         live.tell("leasing", sites=plan.cohort, gpus=plan.cohort * plan.gpus_per_site)
@@ -304,7 +314,13 @@ class Runs:
             unmask = await driver.run()
             vectors = [driver.vector(index) for index in unmask.survivors]
             result = await asyncio.to_thread(
-                aggregate, manifest, vectors, unmask.removal, run.plan.strategy, live.model(run.round), live.model(manifest.round)
+                aggregate,
+                manifest,
+                vectors,
+                unmask.removal,
+                run.plan.strategy,
+                live.model(run.round),
+                live.model(manifest.round),
             )
         except (RoundFailed, IbshellError) as error:
             await self._record(live, RoundLost(manifest.round, manifest.attempt, error.message))
@@ -369,29 +385,32 @@ class Runs:
         while True:
             problems: dict[str, IbshellError] = {}
 
-            async def start(site: str, token: int, problems: dict[str, IbshellError] = problems) -> None:
-                wanted = TaskWanted(
-                    run.id, lease_id, token, run.plan.program, plans.digest(run.plan_text), run.plan.config
-                )
-                try:
-                    await self._links[site].call("task.start", wanted, Nothing)
-                except IbshellError as error:
-                    problems[site] = error
-
             async with asyncio.TaskGroup() as tasks:
                 for part in lease.parts:
-                    tasks.create_task(start(part.site, part.grants[0].token))
+                    tasks.create_task(self._start_program(run, part, lease_id, problems))
             ready = [part.site for part in lease.parts if part.site not in problems]
             if len(ready) >= needed:
-                for site, error in problems.items():
-                    live.tell("site_out", site=site, phase="start", reason=error.message)
+                for site, problem in problems.items():
+                    live.tell("site_out", site=site, phase="start", reason=problem.message)
                 return sorted(ready)
             first = next(iter(problems.values()))
             if all(isinstance(error, ProgramFailed | Refused) for error in problems.values()):
-                raise ProgramFailed(f"the program runs at {len(ready)} of {needed} sites needed: {first.message}", first.hint)
+                raise ProgramFailed(
+                    f"the program runs at {len(ready)} of {needed} sites needed: {first.message}", first.hint
+                )
             if clock.now() > deadline:
-                raise TimedOut(f"{len(ready)} of {needed} sites needed are there: {first.message}", "ibshell site list says why")
+                raise TimedOut(
+                    f"{len(ready)} of {needed} sites needed are there: {first.message}", "ibshell site list says why"
+                )
             await asyncio.sleep(0.5)
+
+    async def _start_program(self, run: Run, part: Part, lease: str, problems: dict[str, IbshellError]) -> None:
+        token = part.grants[0].token
+        wanted = TaskWanted(run.id, lease, token, run.plan.program, plans.digest(run.plan_text), run.plan.config)
+        try:
+            await self._links[part.site].call("task.start", wanted, Nothing)
+        except IbshellError as error:
+            problems[part.site] = error
 
     async def events(self, live: _Live, after: int, wait_s: float) -> Events:
         """Events after number `after`, waiting for something new if there is none."""
@@ -414,7 +433,9 @@ class Runs:
         chosen = live.run.round if number is None else number
         path = live.model(chosen)
         if not path.exists():
-            raise NotFound(f"run {live.run.id} keeps no model of round {chosen}", "the initial and the two latest are kept")
+            raise NotFound(
+                f"run {live.run.id} keeps no model of round {chosen}", "the initial and the two latest are kept"
+            )
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read(min(size, 512 * 1024))

@@ -17,6 +17,7 @@ from agent.site_rounds import SiteRounds
 from agent.store.sqlite import SqliteStore
 from fedpool import __version__
 from fedpool.errors import IbshellError, NotFound, Unreachable, UsageError
+from fedpool.federation.messages import Phase, RoundOver, RoundWanted
 from fedpool.leasing.grants import Abort, Commit, Hold, Release, Renew
 from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
@@ -25,16 +26,7 @@ from fedpool.transport.bulk import BulkChannel
 from fedpool.transport.identity import Identity, parse_public
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream, Stream
-from fedpool.wire.messages import (
-    LeaseNotice,
-    Nothing,
-    Phase,
-    RoundOver,
-    RoundWanted,
-    SiteDescription,
-    TaskEnded,
-    TaskWanted,
-)
+from fedpool.wire.messages import LeaseNotice, Nothing, SiteDescription, TaskEnded, TaskWanted
 from fedpool.wire.session import Request, from_body
 
 log = logging.getLogger(__name__)

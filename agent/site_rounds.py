@@ -21,6 +21,7 @@ from agent.programs import Task
 from agent.store.sqlite import SqliteStore
 from fedpool.errors import IbshellError, NotFound, ProgramFailed, Refused, UsageError
 from fedpool.federation import parameters
+from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
 from fedpool.secagg import masks
 from fedpool.secagg.client import (
     AgreeSurvivors,
@@ -39,7 +40,7 @@ from fedpool.secagg.messages import KeyMessage
 from fedpool.transport.bulk import Source
 from fedpool.transport.identity import Identity
 from fedpool.wire.bulk import object_id
-from fedpool.wire.messages import Phase, PhaseAnswer, RoundOver, RoundWanted, Submission
+from fedpool.wire.messages import Submission
 
 STREAM = "rounds"
 QUESTIONS: dict[str, Any] = {
@@ -218,7 +219,8 @@ class SiteRounds:
         missing = [name for name in manifest.metrics if name not in submission.metrics]
         if missing:
             raise UsageError(
-                f"metrics {', '.join(missing)} are missing in round {submission.round}", "the plan names them: submit every one"
+                f"metrics {', '.join(missing)} are missing in round {submission.round}",
+                "the plan names them: submit every one",
             )
         for name in manifest.metrics:
             if not np.isfinite(submission.metrics[name]):
@@ -295,7 +297,9 @@ def _mask_file(opened: _Open, effect: MaskVector, submission: Submission) -> byt
         factor = fixed.factor(submission.weight)
         _, bad = masks.encode(values, base, fixed.clip, factor, effect.rounding_key, 0, words[:count])
         if bad >= 0:
-            raise ProgramFailed(f"the update changed while it was masked: {parameters.name_of(layout, bad)} is not finite")
+            raise ProgramFailed(
+                f"the update changed while it was masked: {parameters.name_of(layout, bad)} is not finite"
+            )
         words[count] = submission.weight
         metrics = np.array([submission.metrics[name] for name in manifest.metrics], np.float32)
         metric = manifest.metric_encoding()
@@ -305,5 +309,4 @@ def _mask_file(opened: _Open, effect: MaskVector, submission: Submission) -> byt
         masks.encode(metrics, None, metric.clip, metric.factor(submission.weight), effect.rounding_key, offset, tail)
         words[count + 1 :] = tail
         masks.apply(words, effect.streams, 0)
-        digest = hashlib.sha256(out.data).digest()
-    return digest
+        return hashlib.sha256(out.data).digest()

@@ -94,7 +94,10 @@ class LocalPool:
         hub = self.directory / "hub"
         hub_key = public_line(Identity.create(hub / "identity").public)
         ports = _free_ports(len(sites) + 1)
-        keys = {site.name: public_line(Identity.create(self.site_directory(site.name) / "identity").public) for site in sites}
+        keys = {
+            site.name: public_line(Identity.create(self.site_directory(site.name) / "identity").public)
+            for site in sites
+        }
         lines = [
             f"name = {_toml(self.name)}",
             f"socket = {_toml(str(self.socket))}",
@@ -168,9 +171,14 @@ class LocalPool:
             running = self.processes()
             for party in ["hub", *sites]:
                 if party not in running:
-                    raise Failed(f"the agent of {party} ended: {_last_line(self.log(party))}", f"its log: {self.log(party)}")
+                    raise Failed(
+                        f"the agent of {party} ended: {_last_line(self.log(party))}", f"its log: {self.log(party)}"
+                    )
             if time.monotonic() > deadline:
-                raise TimedOut(f"{up} of {len(sites)} sites are up after {START_TIMEOUT_S:.0f} s", f"the hub's log: {self.log('hub')}")
+                raise TimedOut(
+                    f"{up} of {len(sites)} sites are up after {START_TIMEOUT_S:.0f} s",
+                    f"the hub's log: {self.log('hub')}",
+                )
             time.sleep(0.1)
 
     def _sites_up(self) -> int:
@@ -209,7 +217,9 @@ class LocalPool:
             return connect(self.socket)
         except Unreachable as error:
             if self.processes():
-                raise Unreachable(f"the hub of pool {self.name!r} does not answer", f"its log: {self.log('hub')}") from None
+                raise Unreachable(
+                    f"the hub of pool {self.name!r} does not answer", f"its log: {self.log('hub')}"
+                ) from None
             raise Unreachable(
                 f"no pool {self.name!r} is running on this machine",
                 "start one: ibshell up   (or name another: IBSHELL_POOL=ssh://HOST:PORT)",

@@ -91,7 +91,9 @@ async def start(mark: str, argv: Sequence[str], environment: Mapping[str, str], 
                 preexec_fn=_die_with_parent,
             )
     except FileNotFoundError:
-        raise ProgramFailed(f"the program {argv[0]!r} does not exist at this site", "name one that does, or a full path") from None
+        raise ProgramFailed(
+            f"the program {argv[0]!r} does not exist at this site", "name one that does, or a full path"
+        ) from None
     except OSError as error:
         raise ProgramFailed(f"the program {argv[0]!r} cannot be started: {error.strerror}") from None
     return Program(process, log, argv)

@@ -62,7 +62,9 @@ class SqliteStore:
                 raise sqlite3.DatabaseError(verdict)
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
-                raise StorageFailed(f"{self.path} cannot be opened: {error}", "is the disk full or read-only?") from None
+                raise StorageFailed(
+                    f"{self.path} cannot be opened: {error}", "is the disk full or read-only?"
+                ) from None
             raise IntegrityError(
                 f"{self.path} is damaged: {error}",
                 "restore it from a backup; do not delete it, it holds the fencing tokens already given out",

@@ -5,6 +5,7 @@ the order of the global file; everything else (counters, masks) keeps its global
 is refused.
 """
 
+import itertools
 import json
 import math
 import struct
@@ -51,7 +52,7 @@ class Layout(NamedTuple):
     def is_flat(self) -> bool:
         """Whether the vector lies in the file as it is: float32 only, without gaps."""
         floats = [t for t in self.tensors if t.offset >= 0 and t.values]
-        joined = all(a.stop == b.start for a, b in zip(floats, floats[1:], strict=False))
+        joined = all(a.stop == b.start for a, b in itertools.pairwise(floats))
         return joined and all(t.dtype == "F32" for t in floats)
 
 
@@ -84,7 +85,8 @@ def layout(file: Bytes, what: str) -> Layout:
     for name, dtype, shape, start, stop in tensors:
         if dtype not in _WIDTHS:
             raise UsageError(
-                f"{what}: tensor {name!r} has type {dtype}, which cannot be averaged", "dequantise it to bf16 or leave it out"
+                f"{what}: tensor {name!r} has type {dtype}, which cannot be averaged",
+                "dequantise it to bf16 or leave it out",
             )
         values = math.prod(shape)
         if not 0 <= start <= stop <= size - base or stop - start != values * _WIDTHS[dtype]:

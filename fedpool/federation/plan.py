@@ -10,11 +10,10 @@ import msgspec
 
 from fedpool.errors import IbshellError, PlanError, UsageError
 from fedpool.federation.strategies import STRATEGIES
+from fedpool.names import NAME, RULE
 from fedpool.secagg import encoding
 from fedpool.secagg.manifest import default_threshold
 from fedpool.units import parse_duration
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +126,7 @@ def _problems(plan: Plan) -> list[tuple[str, str]]:
             found.append((key, message))
 
     for key, value in (("name", plan.name), ("tenant", plan.tenant)):
-        need(key, bool(NAME.fullmatch(value)), f"{key} = {value!r} is no name: letters, digits, '.', '_', '-', at most 63")
+        need(key, bool(NAME.fullmatch(value)), f"{key} = {value!r} is no name: {RULE}")
     need("program", bool(plan.program), "program is empty")
     need("rounds", 1 <= plan.rounds <= 1_000_000, f"rounds = {plan.rounds}: it may be 1 to 1000000")
     need("sites", plan.cohort >= 2, f"sites = {plan.sites}: secure aggregation needs two or more")

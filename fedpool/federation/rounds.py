@@ -148,6 +148,10 @@ class Run:
             Refused: it runs, or it is finished.
         """
         if self.state == "finished":
-            raise Refused(f"run {self.id} is finished: all {self.plan.rounds} rounds are done", "start a new one: fed run")
+            raise Refused(
+                f"run {self.id} is finished: all {self.plan.rounds} rounds are done", "start a new one: fed run"
+            )
         if not self.is_over:
-            raise Refused(f"run {self.id} is going on in round {self.round + 1}", f"watch it: ibshell fed show {self.id}")
+            raise Refused(
+                f"run {self.id} is going on in round {self.round + 1}", f"watch it: ibshell fed show {self.id}"
+            )

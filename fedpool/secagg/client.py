@@ -321,9 +321,7 @@ class SiteRound:
             seeds[dealer] = agreement.pair_seed(self._context, low, high, self._exchanged[dealer], up, down)
         plain = b"".join(transcript.u32(i) + seeds[i] for i in sorted(seeds))
         box_text = sealing.seal(self._box_key, plain, self._context)
-        checks = [
-            b"" if i == self.index else pair_check(self._context, i, self.index, seeds[i]) for i in dealers
-        ]
+        checks = [b"" if i == self.index else pair_check(self._context, i, self.index, seeds[i]) for i in dealers]
         digest = ConfirmHeader.digest(self._context, self.index, dealers, transcript.digest(box_text), checks)
         message = ConfirmMessage(self.index, dealers, box_text, checks, agreement.sign(self._identity, digest))
         self._held.update(held)

@@ -74,6 +74,4 @@ def fit(clip: float, max_weight: int, cohort: int) -> FixedPoint:
     fraction_bits = math.frexp(limit / clip)[1] - 1
     while math.ceil(math.ldexp(clip, fraction_bits)) > limit:
         fraction_bits -= 1
-    if fraction_bits < 0 and math.ldexp(clip, fraction_bits) < 2:
-        raise UsageError(f"clip {clip} leaves no precision in a ring of {RING_BITS} bits with {cohort} sites")
     return FixedPoint(clip=clip, fraction_bits=fraction_bits, max_weight=max_weight, cohort=cohort)

@@ -19,11 +19,19 @@ import uuid
 import msgspec
 
 from fedpool.errors import PlanError, UsageError
-from fedpool.federation.plan import NAME
+from fedpool.names import NAME, RULE
 from fedpool.records import Gpu, Inventory, Node
 from fedpool.units import parse_size
 
-MEMORY = {"h100": "80GiB", "h200": "141GiB", "a100": "80GiB", "b200": "192GiB", "mi250": "128GiB", "mi300x": "192GiB", "l40s": "48GiB"}
+MEMORY = {
+    "h100": "80GiB",
+    "h200": "141GiB",
+    "a100": "80GiB",
+    "b200": "192GiB",
+    "mi250": "128GiB",
+    "mi300x": "192GiB",
+    "l40s": "48GiB",
+}
 SITES_MAX = 4096
 _NAMESPACE = uuid.UUID("6a0c1f0e-1b1b-5f5a-9a55-1b5e11000000")
 
@@ -44,7 +52,9 @@ class SimulatedSite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.count == 1:
             return [self]
         width = max(2, len(str(self.count)))
-        return [msgspec.structs.replace(self, name=f"{self.name}-{i:0{width}}", count=1) for i in range(1, self.count + 1)]
+        return [
+            msgspec.structs.replace(self, name=f"{self.name}-{i:0{width}}", count=1) for i in range(1, self.count + 1)
+        ]
 
     def inventory(self) -> Inventory:
         """Its nodes and GPUs. UUIDs follow from the names: they stay the same whenever the site restarts."""
@@ -68,7 +78,7 @@ def check(site: SimulatedSite, where: str) -> None:
         UsageError: naming the key, the value and the limit.
     """
     if not NAME.fullmatch(site.name):
-        raise UsageError(f"{where}: name = {site.name!r} is no name: letters, digits, '.', '_', '-', at most 63")
+        raise UsageError(f"{where}: name = {site.name!r} is no name: {RULE}")
     for key, value, low, high in (
         ("count", site.count, 1, SITES_MAX),
         ("nodes", site.nodes, 1, 100_000),

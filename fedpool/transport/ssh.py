@@ -374,7 +374,8 @@ async def dial(
     return connection
 
 
-async def dial_reverse(address: str, identity: Identity, hub_keys: Mapping[bytes, str], serve: Serve, subsystems: Sequence[str]
+async def dial_reverse(
+    address: str, identity: Identity, hub_keys: Mapping[bytes, str], serve: Serve, subsystems: Sequence[str]
 ) -> None:
     """Dial out to the hub and serve it as SSH server until the connection ends.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from typing import Annotated, Any
@@ -34,9 +35,11 @@ class LazyGroup(TyperGroup):
     """The top level: knows every command's name and imports none before it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """The names, in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import the one command that was called."""
         name = PLURALS.get(cmd_name, cmd_name)
         if name not in COMMANDS:
             return None
@@ -56,7 +59,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="One terminal for GPU clusters that belong to different institutions.",
-    epilog="Examples: ibshell demo | ibshell up --sites 4 | ibshell gpu list | ibshell lease request --tenant oncology --gpus 8 --for 1h",
+    epilog="Examples: ibshell demo | ibshell up --sites 4 | ibshell gpu list | ibshell fed run plan.toml",
 )
 
 
@@ -70,7 +73,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _top(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """One terminal for GPU clusters that belong to different institutions."""
 
@@ -78,8 +83,9 @@ def _top(
 def _wants_json() -> bool:
     """Whether errors are wanted as JSON: known before the options are parsed, since parsing itself may fail."""
     words = sys.argv[1:]
-    pairs = list(zip(words, words[1:], strict=False))
-    return any(pair in (("-o", "json"), ("--output", "json")) for pair in pairs) or "-ojson" in words
+    return (
+        any(pair in (("-o", "json"), ("--output", "json")) for pair in itertools.pairwise(words)) or "-ojson" in words
+    )
 
 
 def run() -> int:

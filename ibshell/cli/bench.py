@@ -41,6 +41,8 @@ def bench(
     for name in names or BENCHES:
         if name not in BENCHES:
             raise UsageError(f"no bench {name!r}", f"known: {', '.join(BENCHES)}")
-        items += [msgspec.to_builtins(figure) for figure in importlib.import_module(f"ibshell.measure.{name}").measure()]
+        items += [
+            msgspec.to_builtins(figure) for figure in importlib.import_module(f"ibshell.measure.{name}").measure()
+        ]
     answer = {"items": items, "errors": [], "as_of": {}}
     render.write(render.listing(answer, COLUMNS, "case", output, render.on_terminal()))

@@ -47,7 +47,9 @@ def _report(found: dict[str, Any]) -> str:
 
 @app.command()
 def demo(
-    report: Annotated[Path, typer.Option("--report", help="Where the report goes, as JSON.")] = Path("demo-report.json"),
+    report: Annotated[Path, typer.Option("--report", help="Where the report goes, as JSON.")] = Path(
+        "demo-report.json"
+    ),
     output: options.Output = None,
 ) -> None:
     """Sixteen hospitals train a cancer classifier together; none shows its data or its update.

@@ -32,13 +32,17 @@ def _row(check: str, result: str, found: str, remedy: str = "") -> dict[str, Any
 
 def _checks() -> Iterator[dict[str, Any]]:
     good = sys.version_info >= (3, 11)
-    yield _row("python", "ok" if good else "fault", platform.python_version(), "" if good else "3.11 or newer is needed")
+    yield _row(
+        "python", "ok" if good else "fault", platform.python_version(), "" if good else "3.11 or newer is needed"
+    )
     from fedpool.secagg import masks
 
     if masks.is_compiled():
         yield _row("kernels", "ok", "compiled")
     else:
-        yield _row("kernels", "warning", "pure reference, slower", "install gcc and python3-dev, then install ibshell again")
+        yield _row(
+            "kernels", "warning", "pure reference, slower", "install gcc and python3-dev, then install ibshell again"
+        )
     yield _intruder()
     version = importlib.metadata.version("asyncssh")
     new = tuple(int(part) for part in version.split(".")[:3]) >= (2, 24, 1)
@@ -51,15 +55,30 @@ def _checks() -> Iterator[dict[str, Any]]:
     except (ImportError, ValueError, OSError) as error:
         yield _row("post-quantum", "fault", f"no ML-KEM-768: {error}", "pip install 'cryptography>=50'")
     ssh = shutil.which("ssh")
-    yield _row("openssh", "ok" if ssh else "warning", ssh or "no ssh on the path", "" if ssh else "apt-get install openssh-client")
+    yield _row(
+        "openssh",
+        "ok" if ssh else "warning",
+        ssh or "no ssh on the path",
+        "" if ssh else "apt-get install openssh-client",
+    )
     socket = settings.hub_socket(settings.LOCAL_POOL)
     fits = len(os.fsencode(socket)) + 32 <= SOCKET_PATH_MAX
-    yield _row("sockets", "ok" if fits else "fault", str(socket.parent.parent), "" if fits else "set IBSHELL_RUNTIME_DIR to a shorter path")
+    yield _row(
+        "sockets",
+        "ok" if fits else "fault",
+        str(socket.parent.parent),
+        "" if fits else "set IBSHELL_RUNTIME_DIR to a shorter path",
+    )
     state = settings.state_directory()
     existing = next(path for path in (state, *state.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     roomy = free > 1 << 30 and os.access(existing, os.W_OK)
-    yield _row("state", "ok" if roomy else "fault", f"{state}, {free >> 20} MiB free", "" if roomy else "make room, or set IBSHELL_STATE_DIR")
+    yield _row(
+        "state",
+        "ok" if roomy else "fault",
+        f"{state}, {free >> 20} MiB free",
+        "" if roomy else "make room, or set IBSHELL_STATE_DIR",
+    )
     yield from _pool()
 
 
@@ -89,9 +108,19 @@ def _pool() -> Iterator[dict[str, Any]]:
 
     for site in listing.items:
         if site["state"] != "up":
-            yield _row(f"site {site['name']}", "fault", f"{site['state']}: {site['error']}", "start its agent; its log says more")
+            yield _row(
+                f"site {site['name']}",
+                "fault",
+                f"{site['state']}: {site['error']}",
+                "start its agent; its log says more",
+            )
         elif site["software"] != __version__:
-            yield _row(f"site {site['name']}", "warning", f"runs {site['software']}", f"this is {__version__}: bring both to one")
+            yield _row(
+                f"site {site['name']}",
+                "warning",
+                f"runs {site['software']}",
+                f"this is {__version__}: bring both to one",
+            )
 
 
 @app.command()

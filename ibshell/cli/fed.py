@@ -14,8 +14,8 @@ from fedpool.errors import NotFound
 from fedpool.federation import plan as plans
 from fedpool.wire.messages import (
     ById,
-    EventsWanted,
     Events,
+    EventsWanted,
     ModelPiece,
     ModelWanted,
     RunView,
@@ -87,7 +87,9 @@ def fetch_model(connection: Connection, run: str, path: Path, number: int | None
             if offset >= piece.size:
                 break
     if digest.hexdigest() != piece.sha256:
-        raise IntegrityError(f"the model of run {run} arrived damaged", "fetch it again: ibshell fed show RUN --out DIR")
+        raise IntegrityError(
+            f"the model of run {run} arrived damaged", "fetch it again: ibshell fed show RUN --out DIR"
+        )
     arriving.replace(path)
     return piece.sha256
 
@@ -122,7 +124,9 @@ def _follow(connection: Connection, run: RunView, out: Path | None, output: str 
     try:
         final = watch(connection, run)
     except KeyboardInterrupt:
-        diagnostics.say(f"detached; run {run.id} goes on. Watch it: ibshell fed show {run.id} --watch; end it: ibshell fed stop {run.id}")
+        diagnostics.say(
+            f"detached; run {run.id} goes on. Watch it: ibshell fed show {run.id} --watch; end it: ibshell fed stop {run.id}"
+        )
         raise
     directory = out or Path(f"{final.name}-{final.id}")
     collect(connection, final, directory)
@@ -198,7 +202,9 @@ def show(
     history = data.pop("history")
     render.write(render.record({k: v for k, v in data.items() if v != ""}, output))
     rows = [{**entry, "sites": len(entry["survivors"]), "lost": list(entry["lost"])} for entry in history]
-    columns = [Column(key.upper(), key) for key in ("round", "sites", "lost", "metrics", "seconds", "bytes_up", "bytes_down")]
+    columns = [
+        Column(key.upper(), key) for key in ("round", "sites", "lost", "metrics", "seconds", "bytes_up", "bytes_down")
+    ]
     render.write("\n" + render.table(columns, rows, render.on_terminal()))
     if view.state == "interrupted":
         diagnostics.say(f"its hub restarted; go on with: ibshell fed resume {view.id}")

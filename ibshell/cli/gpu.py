@@ -36,7 +36,8 @@ def list_(output: options.Output = None, strict: options.Strict = False) -> None
 
 @app.command()
 def show(
-    gpu: Annotated[str, typer.Argument(help="SITE:NODE/INDEX, or a UUID or its beginning.")], output: options.Output = None
+    gpu: Annotated[str, typer.Argument(help="SITE:NODE/INDEX, or a UUID or its beginning.")],
+    output: options.Output = None,
 ) -> None:
     """Show one GPU.
 

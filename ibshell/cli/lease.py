@@ -25,7 +25,9 @@ COLUMNS = [
     Column("AT", "site_names", wide=True),
 ]
 LeaseArgument = Annotated[str, typer.Argument(help="Lease id or a unique beginning of it.")]
-Key = Annotated[str, typer.Option("--idempotency-key", help="Repeating a request with the same key returns the first answer.")]
+Key = Annotated[
+    str, typer.Option("--idempotency-key", help="Repeating a request with the same key returns the first answer.")
+]
 
 
 def _data(view: LeaseView) -> dict[str, Any]:
@@ -49,7 +51,9 @@ def _show(view: LeaseView, output: str | None) -> None:
     rows = [
         {
             "site": part["site"],
-            "state": f"unknown since {view.silent_sites[part['site']]}" if part["site"] in view.silent_sites else part["state"],
+            "state": f"unknown since {view.silent_sites[part['site']]}"
+            if part["site"] in view.silent_sites
+            else part["state"],
             "gpus": part["gpus"],
             "token": part["grants"][0]["token"] if part["grants"] else None,
             "reason": part["reason"],
@@ -83,7 +87,9 @@ def request(
         view = connection.call("lease.request", wanted, LeaseView, key=idempotency_key)
     _show(view, output)
     if output is None:
-        diagnostics.say(f"next: ibshell lease renew {view.lease.id[:4]} --for 1h, ibshell lease release {view.lease.id[:4]}")
+        diagnostics.say(
+            f"next: ibshell lease renew {view.lease.id[:4]} --for 1h, ibshell lease release {view.lease.id[:4]}"
+        )
 
 
 @app.command("list")

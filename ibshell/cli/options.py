@@ -38,7 +38,8 @@ def hub() -> Connection:
     line = os.environ.get("IBSHELL_HUB_KEY", "")
     if not line:
         raise UsageError(
-            f"the key of the hub at {name} is not known", "set IBSHELL_HUB_KEY to the line its operator gave you: ssh-ed25519 AAAA…"
+            f"the key of the hub at {name} is not known",
+            "set IBSHELL_HUB_KEY to the line its operator gave you: ssh-ed25519 AAAA…",
         )
     key = Path(os.environ.get("IBSHELL_KEY") or settings.config_directory() / "identity")
     return connect_ssh(name.removeprefix("ssh://"), parse_public(line, "IBSHELL_HUB_KEY"), key)

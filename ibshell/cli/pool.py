@@ -17,6 +17,7 @@ app = typer.Typer()
 
 
 def sites_progress(up: int, total: int) -> None:
+    """Say how many sites are up, on a terminal."""
     import sys
 
     if not diagnostics.is_plain(sys.stderr):

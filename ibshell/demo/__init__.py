@@ -1,1 +1,4 @@
-"""The demo: sixteen hospitals train one classifier. `hospital` is the tenant's program, `data` splits the patients, `story` tells."""
+"""The demo: sixteen hospitals train one classifier.
+
+`hospital` is the tenant's program, `model` what it trains, `data` splits the patients, `story` is the course of events.
+"""

@@ -48,7 +48,9 @@ def load(hospitals: int, seed: int) -> Split:
     try:
         from sklearn.datasets import load_breast_cancer
     except ImportError:
-        raise NotFound("the demo's data come with scikit-learn, which is not installed", "pip install 'ibshell[demo]'") from None
+        raise NotFound(
+            "the demo's data come with scikit-learn, which is not installed", "pip install 'ibshell[demo]'"
+        ) from None
     x, y = load_breast_cancer(return_X_y=True)
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(y))

@@ -26,7 +26,9 @@ def main() -> None:
             loss = model.loss(params, x, y)
             # Only for the demo's report: what this hospital's true update looks like, beside what the hub sees of it.
             update = params["hidden.bias"][:8] - round.params["hidden.bias"][:8]
-            Path("true-update.json").write_text(json.dumps({"round": round.number, "update": [float(v) for v in update]}))
+            Path("true-update.json").write_text(
+                json.dumps({"round": round.number, "update": [float(v) for v in update]})
+            )
             round.submit(params, weight=len(y), metrics={"loss": loss})
 
 

@@ -1,4 +1,4 @@
-"""The demo's classifier: logistic regression with one hidden layer, in plain numpy. The same code trains pooled, alone and together."""
+"""The demo's classifier: one hidden layer, logistic loss, plain numpy. The same code trains pooled, alone and together."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -87,9 +87,7 @@ class Victim:
     def _children(self) -> list[int]:
         pid = self._pool.processes()[self.site]
         return [
-            int(child)
-            for path in Path(f"/proc/{pid}/task").glob("*/children")
-            for child in path.read_text().split()
+            int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
         ]
 
 
@@ -114,13 +112,18 @@ def tell(say: Callable[[str], None], sites_up: Callable[[int, int], None]) -> di
     """Run the whole story; returns the report, every number of it measured in this run."""
     began = time.monotonic()
     split = data.load(SITES, SEED)
-    say(f"{sum(len(h.y) for h in split.hospitals)} patients at {SITES} hospitals, {len(split.test.y)} in the common test set")
+    say(
+        f"{sum(len(h.y) for h in split.hospitals)} patients at {SITES} hospitals, {len(split.test.y)} in the common test set"
+    )
     for number, hospital in enumerate(split.hospitals, 1):
         benign = int(hospital.y.sum())
-        say(f"  hospital-{number:02}: {len(hospital.y):3} patients, {len(hospital.y) - benign:3} malignant, {benign:3} benign")
+        say(
+            f"  hospital-{number:02}: {len(hospital.y):3} patients, {len(hospital.y) - benign:3} malignant, {benign:3} benign"
+        )
     with demo_pool() as pool:
         pool.create(
-            SimulatedSite("hospital", SITES, 1, GPUS_PER_SITE, "h100").named(), reverse=lambda position: position % 2 == 1
+            SimulatedSite("hospital", SITES, 1, GPUS_PER_SITE, "h100").named(),
+            reverse=lambda position: position % 2 == 1,
         )
         for site, hospital in zip(pool.site_names(), split.hospitals, strict=True):
             np.savez(pool.site_directory(site) / "data" / "patients.npz", x=hospital.x, y=hospital.y)

@@ -1,1 +1,1 @@
-"""The project's own measurements. They print; they never judge: ratios stand beside a peer and the physical limit of the same run."""
+"""The project's own measurements. They print and never judge: a ratio stands beside a peer and the limit of the same run."""

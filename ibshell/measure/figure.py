@@ -46,7 +46,9 @@ def peer(program: str, environment: str, install: str, arguments: Sequence[str])
         return None
     done = subprocess.run([str(python), str(source), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        diagnostics.say(f"peer {environment} failed: {done.stderr.strip().splitlines()[-1] if done.stderr else done.returncode}")
+        diagnostics.say(
+            f"peer {environment} failed: {done.stderr.strip().splitlines()[-1] if done.stderr else done.returncode}"
+        )
         return None
     found: dict[str, Any] = msgspec.json.decode(done.stdout.strip().splitlines()[-1])
     sys.stderr.flush()

@@ -7,6 +7,7 @@ Prints one JSON line: seconds for the client's step (scale by weight, quantise, 
 megabytes of float32 parameters per second, and bytes uploaded per parameter.
 The key agreement is left out on both sides: it costs milliseconds, whatever the model's size.
 """
+
 import argparse
 import json
 import os
@@ -14,12 +15,16 @@ import time
 
 import numpy as np
 from flwr.common.secure_aggregation.ndarrays_arithmetic import (
-    factor_combine, parameters_addition, parameters_mod, parameters_multiply, parameters_subtraction,
+    factor_combine,
+    parameters_addition,
+    parameters_mod,
+    parameters_multiply,
+    parameters_subtraction,
 )
 from flwr.common.secure_aggregation.quantization import quantize
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 
-CLIPPING_RANGE = 8.0            # the defaults of flwr.server.workflow.SecAggPlusWorkflow
+CLIPPING_RANGE = 8.0  # the defaults of flwr.server.workflow.SecAggPlusWorkflow
 TARGET_RANGE = 1 << 22
 MOD_RANGE = 1 << 32
 
@@ -51,11 +56,18 @@ def main():
         masked = mask(model, seeds)
         seconds.append(time.perf_counter() - start)
     best = sorted(seconds)[len(seconds) // 2]
-    print(json.dumps({
-        "peer": "flower SecAgg+", "parameters": a.parameters, "neighbours": a.neighbours,
-        "seconds": round(best, 4), "MB_per_s": round(a.parameters * 4 / best / 1e6, 2),
-        "bytes_per_parameter": masked[1].dtype.itemsize,
-    }))
+    print(
+        json.dumps(
+            {
+                "peer": "flower SecAgg+",
+                "parameters": a.parameters,
+                "neighbours": a.neighbours,
+                "seconds": round(best, 4),
+                "MB_per_s": round(a.parameters * 4 / best / 1e6, 2),
+                "bytes_per_parameter": masked[1].dtype.itemsize,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ class Round:
             save_file(arrays, arriving)
         arriving.replace(self._update)
         values = {name: float(value) for name, value in (metrics or {}).items()}
-        self._connection.call(
-            "program.submit", Submission(self.number, int(weight), values), Nothing, timeout_s=600.0
-        )
+        self._connection.call("program.submit", Submission(self.number, int(weight), values), Nothing, timeout_s=600.0)
         self.is_submitted = True
 
     @staticmethod
