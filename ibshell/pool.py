@@ -46,6 +46,7 @@ class LocalPool:
         self.directory = directory or settings.pool_directory(name)
         self.sockets = settings.pool_sockets(name)
         self._tied = tied
+        self._children: list[subprocess.Popen[bytes]] = []
         self._roster = self.directory / "processes.json"
 
     @property
@@ -136,6 +137,7 @@ class LocalPool:
         kind = "hub" if party == "hub" else "site"
         directory = self.directory / "hub" if party == "hub" else self.site_directory(party)
         self.sockets.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._reap()
         with self.log(party).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "agent.main", kind, "--config", str(directory / f"{kind}.toml")],
@@ -146,6 +148,7 @@ class LocalPool:
                 cwd=directory,
                 preexec_fn=_die_with_parent if self._tied else None,
             )
+        self._children.append(process)
         self._enrol(party, process.pid)
         return process.pid
 
@@ -194,14 +197,20 @@ class LocalPool:
         pid = self.processes().get(party)
         if pid is not None:
             _end([pid], how)
+            self._reap()
 
     def stop_all(self) -> list[str]:
         """End every agent, the hub last; returns who was running."""
         running = self.processes()
         _end([pid for party, pid in running.items() if party != "hub"], signal.SIGTERM)
         _end([pid for party, pid in running.items() if party == "hub"], signal.SIGTERM)
+        self._reap()
         shutil.rmtree(self.sockets, ignore_errors=True)
         return sorted(running)
+
+    def _reap(self) -> None:
+        """Collect the agents that this process started and that have ended."""
+        self._children = [child for child in self._children if child.poll() is None]
 
     def remove(self) -> None:
         """Forget the pool's files."""

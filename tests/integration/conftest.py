@@ -1,0 +1,165 @@
+"""Real pools of real processes, in directories of their own, gone at the end of each test."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from fedpool.sim.scenario import SimulatedSite
+from fedpool.wire.messages import Listing, Nothing
+from ibshell.pool import LocalPool
+
+PROGRAM = '''
+import sys, time
+import numpy as np
+import fedpool.client as fed
+
+with fed.join() as federation:
+    c = federation.config
+    for round in federation:
+        params = {name: np.array(value) for name, value in round.params.items()}
+        params["w"] = params["w"] + np.float32(c.get("step", 0.25))
+        time.sleep(c.get("sleep", 0))
+        mine = federation.site == c.get("victim", "")
+        if mine and round.number == c.get("in_round", 1):
+            match c.get("does", ""):
+                case "crash": sys.exit("I give up")
+                case "hang": time.sleep(600)
+                case "nan": params["w"][3] = np.nan
+                case "shape": params["w"] = params["w"][:2]
+                case "drop": del params["w"]
+                case "weight": round.submit(params, weight=10**9, metrics={"loss": 1.0})
+                case "metric": round.submit(params, weight=1)
+        weight = 1 + int(federation.site[-1])
+        round.submit(params, weight=weight, metrics={"loss": float(weight)})
+'''
+
+
+class Pool(LocalPool):
+    """A pool for one test, with shortcuts."""
+
+    def ask(self, method, body=None, expect=Listing):
+        with self.connect() as hub:
+            return hub.call(method, Nothing() if body is None else body, expect)
+
+    def rows(self, noun):
+        return self.ask(f"{noun}.list").items
+
+    def until(self, condition, timeout_s=30.0):
+        """Wait until a condition holds; returns what it returned."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = condition()
+            if found:
+                return found
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.05)
+
+    def sites_up(self):
+        return {row["name"] for row in self.rows("site") if row["state"] == "up"}
+
+    def cli(self, *words, status=0, timeout_s=120, **variables):
+        """Run a command against this pool; checks its exit status and returns the finished process."""
+        done = subprocess.run(
+            [sys.executable, "-m", "ibshell", *words],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=self.work,
+            env={**self.environment, **variables},
+        )
+        assert done.returncode == status, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def json(self, *words, **more):
+        return json.loads(self.cli(*words, "-o", "json", **more).stdout)
+
+    def background(self, *words):
+        return subprocess.Popen(
+            [sys.executable, "-m", "ibshell", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.work,
+            env=self.environment,
+        )
+
+    def plan(self, config=None, **changes):
+        """Write a plan, its program and its initial parameters; returns the plan's path."""
+        program = self.work / "train.py"
+        program.write_text(PROGRAM)
+        save_file({"w": np.zeros(4, np.float32), "steps": np.array(7, np.int64)}, self.work / "initial.safetensors")
+        values = {
+            "name": "test",
+            "tenant": "oncology",
+            "sites": len(self.site_names()),
+            "program": ["{python}", str(program)],
+            "initial": "initial.safetensors",
+            "rounds": 3,
+            "minimum_cohort": 3,
+            "max_weight": 10,
+            "metrics": ["loss"],
+            "deadline": "20s",
+            **changes,
+        }
+        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+        lines += ["[config]", *(f"{key} = {json.dumps(value)}" for key, value in (config or {}).items())]
+        path = self.work / "plan.toml"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+
+@contextmanager
+def pools():
+    """Makes pools in a directory of their own and ends them."""
+    with tempfile.TemporaryDirectory(prefix="ibt-", ignore_cleanup_errors=True) as directory, pytest.MonkeyPatch.context() as patch:
+        base = Path(directory)
+        for name, part in (("STATE", "state"), ("RUNTIME", "run"), ("CONFIG", "config")):
+            patch.setenv(f"IBSHELL_{name}_DIR", str(base / part))
+        made = []
+
+        def make(sites, start=True, reverse=lambda position: position % 2 == 1, **described):
+            name = f"p{len(made)}"
+            pool = Pool(name, tied=True)
+            pool.work = base / "work"
+            pool.work.mkdir(exist_ok=True)
+            pool.environment = {**os.environ, "IBSHELL_POOL": name, "NO_COLOR": "1"}
+            made.append(pool)
+            pool.create(SimulatedSite("site", sites, **described).named(), reverse)
+            if start:
+                pool.start_all()
+            return pool
+
+        try:
+            yield make
+        finally:
+            for pool in made:
+                pool.stop_all()
+
+
+@pytest.fixture
+def make_pool():
+    """Make a pool: `make_pool(4)` has four sites of one node with two GPUs."""
+    with pools() as make:
+        yield make
+
+
+@pytest.fixture
+def pool(make_pool):
+    """Four sites, for one test."""
+    return make_pool(4)
+
+
+@pytest.fixture(scope="module")
+def shared_pool():
+    """Four sites, for tests that change nothing."""
+    with pools() as make:
+        yield make(4)

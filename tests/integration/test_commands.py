@@ -1,0 +1,138 @@
+"""Commands against a real pool: what they print, how they exit, what they say when something is wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+
+def test_listings_in_every_form(pool):
+    assert {row["name"] for row in pool.json("site", "list")["items"]} == {f"site-0{i}" for i in range(1, 5)}
+    gpus = pool.json("gpu", "list")
+    assert len(gpus["items"]) == 8 and len({gpu["uuid"] for gpu in gpus["items"]}) == 8
+    assert set(gpus["as_of"]) == {f"site-0{i}" for i in range(1, 5)} and gpus["errors"] == []
+    assert len(pool.cli("node", "list", "-o", "name").stdout.splitlines()) == 4
+    assert len(pool.cli("gpus", "list", "-o", "ndjson").stdout.splitlines()) == 8, "plurals are accepted"
+    assert pool.cli("gpu", "list").stdout.startswith("GPU\tTYPE\t"), "tab-separated in a pipe"
+    assert pool.json("gpu", "show", "site-01:gpu01/1")["memory_bytes"] == 80 << 30
+    assert pool.json("gpu", "show", gpus["items"][0]["uuid"][:20])["gpu"] == gpus["items"][0]["gpu"]
+    assert len(pool.json("node", "show", "site-02:gpu01")["devices"]) == 2
+    assert pool.json("site", "show", "site-03")["mode"] == "dial"
+    assert pool.json("status")["gpus_free"] == 8
+    assert "4/4 sites up" in pool.cli("status").stdout
+    assert pool.json("lease", "list")["items"] == [] and pool.json("fed", "list")["items"] == []
+    assert any(row["check"] == "pool" and row["result"] == "ok" for row in pool.json("doctor")["items"])
+
+
+def test_a_lease_from_request_to_release(pool):
+    lease = pool.json("lease", "request", "--tenant", "oncology", "--gpus", "6", "--sites", "3", "--for", "1h")
+    assert lease["state"] == "active" and lease["gpus"] == 6 and len(lease["parts"]) == 3
+    assert {len(part["grants"]) for part in lease["parts"]} == {2}
+    held = [gpu for gpu in pool.json("gpu", "list")["items"] if gpu["lease"] == lease["id"]]
+    assert len(held) == 6 and {gpu["tenant"] for gpu in held} == {"oncology"} and all(gpu["token"] for gpu in held)
+    assert pool.json("lease", "show", lease["id"][:4])["id"] == lease["id"]
+    assert "ends in 2h" in pool.cli("lease", "renew", lease["id"], "--for", "2h").stdout
+    assert pool.json("lease", "list")["items"][0]["expires_in_s"] > 7000
+    assert "is released" in pool.cli("lease", "release", lease["id"]).stdout
+    assert pool.json("status")["gpus_free"] == 8
+    assert pool.json("lease", "list")["items"] == [] and len(pool.json("lease", "list", "--all")["items"]) == 1
+
+
+def test_all_or_nothing(pool):
+    pool.json("lease", "request", "-t", "a", "-g", "2", "--site", "site-01")
+    refused = pool.cli("lease", "request", "-t", "b", "-g", "8", status=5)
+    assert "8 GPU asked for; 6 of 8 are free" in refused.stderr
+    refused = pool.cli("lease", "request", "-t", "b", "-g", "4", "--site", "site-01", "--site", "site-02", status=5)
+    assert "asked for; 2 of 8 are free" in refused.stderr or "needs 2" in refused.stderr
+    assert pool.json("status")["gpus_free"] == 6, "nothing stays behind"
+
+
+def test_an_idempotency_key_returns_the_first_answer(pool):
+    words = ("lease", "request", "-t", "a", "-g", "2", "--idempotency-key", "k1")
+    assert pool.json(*words)["id"] == pool.json(*words)["id"]
+    assert pool.json("status")["gpus_free"] == 6
+    assert "used for another" in pool.cli("lease", "request", "-t", "a", "-g", "1", "--idempotency-key", "k1", status=5).stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (("site", "show", "site-9"), 3, "did you mean site-0"),
+        (("lease", "show", "zzzz"), 3, "no lease zzzz"),
+        (("lease", "release", "zzzz"), 3, "no lease zzzz"),
+        (("fed", "show", "zzzz"), 3, "no run zzzz"),
+        (("lease", "request", "-t", "a", "-g", "1000"), 5, "the pool has 8"),
+        (("lease", "request", "-t", "a", "-g", "1", "--site", "atlantis"), 3, "no site 'atlantis'"),
+        (("lease", "request", "-t", "a", "-g", "1", "--gpu-type", "z80"), 5, "the pool has 0"),
+        (("lease", "request", "-t", "a", "-g", "1", "--for", "soon"), 2, "is not a duration"),
+        (("lease", "request", "-t", "a/b", "-g", "1"), 2, "is no name"),
+        (("lease", "request", "-t", "a", "-g", "0"), 2, "greater than or equal to 1"),
+        (("lease", "request", "-t", "a", "-g", "2", "--sites", "3"), 2, "2 GPUs over 3 sites"),
+        (("gpu", "list", "-o", "xml"), 2, "no output form 'xml'"),
+        (("fed", "run", "missing.toml"), 3, "no plan at missing.toml"),
+        (("frobnicate",), 2, "frobnicate"),
+    ],
+)
+def test_what_cannot_be_is_said_with_the_right_status(shared_pool, words, status, says):
+    done = shared_pool.cli(*words, status=status)
+    assert says in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_errors_come_as_json_when_asked(shared_pool):
+    done = shared_pool.cli("lease", "show", "zzzz", "-o", "json", status=3)
+    error = json.loads(done.stderr)["error"]
+    assert (error["code"], bool(error["hint"])) == ("not_found", True)
+
+
+def test_no_pool_is_said(make_pool):
+    pool = make_pool(1, start=False)
+    done = pool.cli("gpu", "list", status=7)
+    assert "no pool 'p0' is running" in done.stderr and "ibshell up" in done.stderr
+
+
+def test_up_and_down(make_pool):
+    pool = make_pool(1, start=False)
+    assert "2 sites, 4 GPUs" in pool.cli("up", "--sites", "2").stdout
+    assert "is running" in pool.cli("up", status=5).stderr
+    assert len(pool.json("gpu", "list")["items"]) == 4
+    assert "3 processes ended" in pool.cli("down").stdout
+    assert "was running" in pool.cli("down").stderr
+    scenario = pool.work / "scenario.toml"
+    scenario.write_text('[[site]]\nname = "bank"\nnodes = 2\ngpus_per_node = 4\ngpu_type = "a100"\n')
+    assert "1 sites, 8 GPUs" in pool.cli("up", str(scenario)).stdout
+    assert {gpu["type"] for gpu in pool.json("gpu", "list")["items"]} == {"a100"}
+    pool.cli("down")
+    scenario.write_text('[[site]]\nname = "bank"\nnodes = 0\n')
+    assert "nodes = 0" in pool.cli("up", str(scenario), status=2).stderr
+
+
+def test_a_reader_that_goes_is_no_error(shared_pool):
+    for _ in range(5):
+        done = subprocess.run(
+            f"{sys.executable} -u -m ibshell gpu list | head -1",
+            shell=True,
+            capture_output=True,
+            text=True,
+            env=shared_pool.environment,
+        )
+        assert done.stdout.startswith("GPU") and done.stderr == ""
+
+
+@pytest.mark.parametrize("words", [("gpu", "list"), ("site", "show", "nowhere"), ("--help",), ("lease", "--help"), ("nonsense",)])
+def test_no_escape_goes_into_a_pipe(shared_pool, words):
+    done = subprocess.run([sys.executable, "-m", "ibshell", *words], capture_output=True, env=shared_pool.environment)
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+def test_a_missing_site_is_shown_not_hidden(pool):
+    pool.stop("site-04")
+    pool.until(lambda: "site-04" not in pool.sites_up())
+    done = pool.cli("gpu", "list")
+    assert "missing: site-04" in done.stderr and done.stdout.count("unknown") == 2
+    assert [error["site"] for error in pool.json("gpu", "list")["errors"]] == ["site-04"]
+    pool.cli("gpu", "list", "--strict", status=6)
+    assert pool.cli("doctor", status=9).stdout.count("fault") >= 1
