@@ -64,10 +64,17 @@ class RoundDriver:
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._phase_ends = 0.0
         self._result: Unmask | Fail | None = None
+        self._phases = {self.machine.phase}
         self.resumed = bool(journal)
         for encoded in journal:
             decision = self.machine.step(msgspec.msgpack.decode(encoded, type=HubEvent))
+            self._phases.add(self.machine.phase)
             self._finish([effect for effect in decision.effects if not isinstance(effect, Ask)])
+
+    @property
+    def may_have_released(self) -> bool:
+        """Whether a site may have released shares in this attempt."""
+        return "release" in self._phases
 
     def vector(self, index: int) -> Path:
         """Where a site's masked vector is gathered."""
@@ -101,6 +108,7 @@ class RoundDriver:
     async def _take(self, tasks: asyncio.TaskGroup, event: HubEvent) -> None:
         phase, lost = self.machine.phase, dict(self.machine.lost)
         decision = self.machine.step(event)
+        self._phases.add(self.machine.phase)
         for entry in decision.entries:
             await self._record(msgspec.msgpack.encode(entry))
         for index in self.machine.lost.keys() - lost.keys():

@@ -83,7 +83,7 @@ class _Live:
     def tell(self, kind: str, **details: Any) -> None:
         """Add an event for whoever watches."""
         number = self.first_event + len(self.events)
-        self.events.append({"n": number, "time": clock.wall(), "kind": kind, "round": self.run.round + 1, **details})
+        self.events.append({"n": number, "time": clock.wall(), "kind": kind, "round": self.run.next_round, **details})
         if len(self.events) > EVENTS_KEPT:
             del self.events[: EVENTS_KEPT // 2]
             self.first_event += EVENTS_KEPT // 2
@@ -237,6 +237,8 @@ class Runs:
             log.error("the end of run %s could not be recorded: %s", live.run.id, second)
 
     async def _end(self, live: _Live, state: str, reason: str) -> None:
+        if live.run.manifest:
+            await self._lost(live, reason)
         await self._record(live, RunEnded(state, reason))
 
         async def stop(link: SiteLink) -> None:
@@ -323,7 +325,7 @@ class Runs:
                 live.model(manifest.round),
             )
         except (RoundFailed, IbshellError) as error:
-            await self._record(live, RoundLost(manifest.round, manifest.attempt, error.message))
+            await self._lost(live, error.message)
             await driver.close("failed")
             raise
         now = {site: self._links[site].traffic for site in run.sites}
@@ -344,6 +346,13 @@ class Runs:
         self._tidy(live)
         live.tell("aggregated", **{**summary, "round": manifest.round})
 
+    async def _lost(self, live: _Live, reason: str) -> None:
+        """Record that the attempt in progress came to nothing."""
+        manifest = msgspec.msgpack.decode(live.run.manifest, type=Manifest)
+        # Without a driver (the hub has restarted since) the phase is not known: be on the safe side.
+        released = live.round is None or live.round.may_have_released
+        await self._record(live, RoundLost(manifest.round, manifest.attempt, reason, released))
+
     def _tidy(self, live: _Live) -> None:
         """Keep the initial and the two latest models, and the latest round's vectors."""
         for path in live.directory.glob("round-*"):
@@ -353,7 +362,7 @@ class Runs:
             live.model(number).unlink(missing_ok=True)
 
     def _manifest(self, run: Run, ready: list[str]) -> Manifest:
-        plan, number = run.plan, run.round + 1
+        plan, number = run.plan, run.next_round
         with files.mapped(self._directory / run.id / f"model-{run.round}.safetensors") as mapped:
             count = parameters.layout(mapped, "the model").parameters
         return Manifest(

@@ -4,8 +4,8 @@
        │                 │    ◀─ resume ─┐
        └──────▶ failed / stopped ────────┘
 
-A round that failed may be tried again (a new attempt with new keys) as long as no site released shares for it; sites see to
-that themselves.
+A round that failed before any site released shares is tried again, a new attempt with new keys. One that failed later is never
+repeated (sites would refuse: a second sum over another set of sites could reveal one site's update); the next number is taken.
 """
 
 from __future__ import annotations
@@ -56,11 +56,16 @@ class RoundEnded(msgspec.Struct, frozen=True, tag="run.round_ended"):
 
 
 class RoundLost(msgspec.Struct, frozen=True, tag="run.round_lost"):
-    """An attempt at a round failed."""
+    """An attempt at a round failed.
+
+    Attributes:
+        released: whether sites may have released shares: then that round's number is never used again.
+    """
 
     round: int
     attempt: int
     reason: str
+    released: bool = False
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag="run.ended"):
@@ -84,7 +89,8 @@ class Run:
 
     Attributes:
         state: created, leased, finished, failed, stopped.
-        round: the last finished round.
+        round: the last finished round; its model is where the next begins.
+        burned: the last round that failed after shares were released.
         attempt: attempts at the round after that.
         manifest: encoding of the attempt in progress, or b"".
         journal: events of the attempt in progress.
@@ -100,6 +106,7 @@ class Run:
         self.lease = ""
         self.sites: tuple[str, ...] = ()
         self.round = 0
+        self.burned = 0
         self.attempt = 0
         self.model = ""
         self.manifest = b""
@@ -123,6 +130,8 @@ class Run:
                 self.history.append(entry.summary)
             case RoundLost():
                 self.manifest, self.journal = b"", []
+                if entry.released:
+                    self.burned, self.attempt = entry.round, 0
             case RunEnded():
                 self.state, self.reason = entry.state, entry.reason
             case RunResumed():
@@ -139,7 +148,12 @@ class Run:
             return "nothing"
         if self.state == "created":
             return "lease"
-        return "finish" if self.round >= self.plan.rounds else "round"
+        return "finish" if len(self.history) >= self.plan.rounds else "round"
+
+    @property
+    def next_round(self) -> int:
+        """The number of the round to open next."""
+        return max(self.round, self.burned) + 1
 
     def may_resume(self) -> None:
         """Check that resuming makes sense.

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,11 +162,7 @@ def test_kill_9_of_a_training_program(pool):
     run = latest_run(pool)
     round_reached(pool, run, 2)
     agent = pool.processes()["site-03"]
-    [child] = [
-        int(pid)
-        for task in os.listdir(f"/proc/{agent}/task")
-        for pid in open(f"/proc/{agent}/task/{task}/children").read().split()
-    ]
+    [child] = [int(pid) for path in Path(f"/proc/{agent}/task").glob("*/children") for pid in path.read_text().split()]
     os.kill(child, signal.SIGKILL)
     out, err = running.communicate(timeout=90)
     assert running.returncode == 0, out + err
