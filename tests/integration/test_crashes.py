@@ -1,0 +1,96 @@
+"""kill -9 of hub and sites at any moment of leasing: no device twice, none lost, and the listing tells the truth."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fedpool.errors import IbshellError
+from fedpool.wire.messages import ById, LeaseView, LeaseWanted
+
+pytestmark = pytest.mark.integration
+
+
+def truth(pool):
+    """{UUID: leases that occupy it}, as the sites themselves say."""
+    held = {}
+    for gpu in pool.rows("gpu"):
+        held.setdefault(gpu["uuid"], []).append(gpu["lease"])
+    return held
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kill_9_at_any_moment(make_pool, seed):
+    pool = make_pool(3)
+    rng = random.Random(seed)
+    uuids = set(truth(pool))
+    for _ in range(3):
+        asking = subprocess.Popen(
+            [sys.executable, "-m", "ibshell", "lease", "request", "-t", "a", "-g", "6", "--sites", "3", "-o", "name"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=pool.environment,
+        )
+        time.sleep(rng.uniform(0.1, 0.4))
+        victim = rng.choice(["hub", "site-01", "site-02", "site-03"])
+        pool.stop(victim, signal.SIGKILL)
+        time.sleep(rng.uniform(0, 0.3))
+        pool.start(victim)
+        out, err = asking.communicate(timeout=90)
+        assert "Traceback" not in err, err
+        pool.until(lambda: all_up(pool))
+        pool.until(lambda: settled(pool), 40)
+        # What the command was told is true: an id means an active lease with six devices.
+        listed = {lease["id"]: lease for lease in pool.rows("lease")}
+        if asking.returncode == 0:
+            assert listed[out.strip()]["state"] in ("active", "released")
+        held = truth(pool)
+        assert set(held) == uuids, "no device is lost"
+        assert all(len(leases) == 1 for leases in held.values()), "no device is listed twice"
+        for lease in listed.values():
+            count = sum(leases == [lease["id"]] for leases in held.values())
+            assert count == (6 if lease["state"] == "active" else 0), "all or nothing"
+        for lease in listed.values():
+            if lease["state"] == "active":
+                with pool.connect() as hub:
+                    hub.call("lease.release", ById(lease["id"]), LeaseView)
+        assert all(leases == [""] for leases in truth(pool).values())
+
+
+def all_up(pool):
+    try:
+        return len(pool.sites_up()) == 3
+    except IbshellError:
+        return False
+
+
+def settled(pool):
+    """Whether no lease is on its way any more: holds have lapsed, endings are confirmed."""
+    leases = pool.rows("lease")
+    states = {gpu["state"] for gpu in pool.rows("gpu")}
+    return all(lease["state"] in ("active", "released", "expired", "failed", "aborted") for lease in leases) and states <= {
+        "free",
+        "active",
+    }
+
+
+def test_two_gangs_for_everything_get_it_one_at_a_time(make_pool):
+    """Both ask for all devices at once: exactly one gets them, the other gets nothing and holds nothing."""
+    pool = make_pool(3)
+    words = [sys.executable, "-m", "ibshell", "lease", "request", "-t", "a", "-g", "6", "--sites", "3"]
+    asking = [
+        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=pool.environment) for _ in range(2)
+    ]
+    codes = sorted(process.wait(timeout=60) for process in asking)
+    assert codes in ([0, 5], [5, 5])
+    pool.until(lambda: settled(pool))
+    assert sum(lease["state"] == "active" for lease in pool.rows("lease")) == codes.count(0)
+    with pool.connect() as hub:
+        for lease in pool.rows("lease"):
+            if lease["state"] == "active":
+                hub.call("lease.release", ById(lease["id"]), LeaseView)
+        assert hub.call("lease.request", LeaseWanted("b", 6, 60), LeaseView).lease.state == "active"

@@ -1,0 +1,100 @@
+"""The demo: its report, its cleanliness, and the wheel it comes in."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+
+
+def agents():
+    """Processes of demo pools."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:
+            continue
+        if b"agent.main" in line and b"ibshell-demo-" in line:
+            found.append(path.parent.name)
+    return found
+
+
+def check_report(report):
+    for measure in ("accuracy", "auc"):
+        scores = report[measure]
+        assert set(scores) == {"pooled", "federated", "single_mean", "single_worst", "single_best"}
+        assert 0.5 < scores["single_worst"] <= scores["single_mean"] <= scores["single_best"] <= 1
+        assert scores["federated"] > scores["single_mean"], "together they do better than alone"
+    assert abs(report["auc"]["federated"] - report["auc"]["pooled"]) < 0.02
+    assert (report["sites"], report["gpus"], report["rounds"]) == (16, 32, 24)
+    assert report["dropout"]["round"] == 8 and report["dropout"]["survivors"] == 15
+    assert report["dropout"]["back_in_round"] is not None
+    assert report["leases_open_at_end"] == 0 and report["devices_free_at_end"] == 32
+    assert report["ledger_verified"] is None
+    assert report["bytes_up_per_site"] > 0 and report["bytes_down_per_site"] > 0
+    assert 0 < report["seconds_per_round"] < report["seconds_total"]
+    sample = report["hub_view_sample"]
+    assert len(sample["hub_sees_words"]) == len(sample["true_update"]) == 8
+    assert max(sample["hub_sees_words"]) > 1 << 28, "a masked word looks like any number"
+
+
+def test_the_demo_and_again_at_once(tmp_path):
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-m", "ibshell", "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=170)
+        assert done.returncode == 0, done.stderr
+        check_report(json.loads((tmp_path / "demo-report.json").read_text()))
+        assert "the federation" in done.stdout and "round 8/24: 15 sites, without hospital-06" in done.stderr
+        assert agents() == []
+        (tmp_path / "demo-report.json").unlink()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_the_demo_its_processes_end_too(tmp_path, number):
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "ibshell", "demo"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    for line in demo.stderr:
+        if line.startswith("round 2/"):
+            break
+    assert agents()
+    demo.send_signal(number)
+    demo.stderr.read()
+    demo.stderr.close()
+    assert demo.wait(timeout=30) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while agents() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert agents() == []
+
+
+def test_the_wheel_alone_runs_the_demo(tmp_path):
+    """Built from the source distribution, installed where no source tree is in sight."""
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=170, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    names = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True).stdout
+    assert "fedpool/secagg/_masks" in names and "tests/" not in names and "ext/" not in names
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    python = home / "bin/python"
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, f"{wheel}[demo]"], capture_output=True, text=True, timeout=170, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    compiled = "from fedpool.secagg import masks; print(masks.is_compiled())"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    out = subprocess.run([python, "-c", compiled], capture_output=True, text=True, cwd=tmp_path, env=environment).stdout
+    assert out.strip() == "True"
+    done = subprocess.run([home / "bin/ibshell", "demo"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
+    assert done.returncode == 0, done.stderr
+    check_report(json.loads((tmp_path / "demo-report.json").read_text()))

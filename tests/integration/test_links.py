@@ -1,0 +1,265 @@
+"""The three ways to a site, real keys verified, and what happens when something else answers or asks."""
+
+import getpass
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fedpool.client import connect
+from fedpool.client.remote import connect_ssh
+from fedpool.errors import NotAuthorised, PeerProtocolError, Unreachable, VersionMismatch
+from fedpool.transport.identity import Identity, parse_public, public_line
+from fedpool.wire import frames
+from fedpool.wire.messages import Listing, Nothing
+
+pytestmark = pytest.mark.integration
+
+
+def hub_config(pool):
+    return pool.directory / "hub" / "hub.toml"
+
+
+def edit(path, *changes):
+    text = path.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def row(pool, site):
+    return next(r for r in pool.rows("site") if r["name"] == site)
+
+
+def test_dialled_and_dialling_out(make_pool):
+    pool = make_pool(2)
+    assert {(r["name"], r["mode"], r["state"]) for r in pool.rows("site")} == {
+        ("site-01", "dial", "up"),
+        ("site-02", "reverse", "up"),
+    }
+    assert all(r["cipher"] == "aes128-gcm@openssh.com" for r in pool.rows("site"))
+
+
+@pytest.mark.parametrize("party", ["hub", "site-01", "site-02"])
+def test_the_link_comes_back_after_either_side_restarts(make_pool, party):
+    pool = make_pool(2)
+    lease = pool.json("lease", "request", "-t", "a", "-g", "4")
+    pool.stop(party, signal.SIGKILL)
+    pool.start(party)
+
+    def all_up():
+        try:
+            return len(pool.sites_up()) == 2
+        except Unreachable:
+            return False
+
+    pool.until(all_up)
+    assert pool.json("lease", "show", lease["id"])["state"] == "active"
+    held = {gpu["uuid"] for gpu in pool.rows("gpu") if gpu["lease"] == lease["id"]}
+    assert held == {grant["uuid"] for part in lease["parts"] for grant in part["grants"]}
+    pool.cli("lease", "release", lease["id"])
+    assert pool.json("status")["gpus_free"] == 4
+
+
+def test_behind_a_stock_sshd(make_pool, need):
+    sshd = need("sshd", "openssh-server")
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    pool = make_pool(2, start=False)
+    base = pool.work / "sshd"
+    base.mkdir()
+    host = Identity.create(base / "host_key")
+    hub_key = (pool.directory / "hub" / "identity.pub").read_text().strip()
+    bridge = f"{sys.executable} -P -m agent.main stdio --socket {pool.sockets}/site-01.sock"
+    # What a site's administrator writes: this key may run the bridge and nothing else.
+    (base / "authorized_keys").write_text(
+        f'restrict,command="{bridge} ${{SSH_ORIGINAL_COMMAND##* }}" {hub_key}\n'
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (base / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {base}/host_key\nAuthorizedKeysFile {base}/authorized_keys\n"
+        f"StrictModes no\nPidFile {base}/pid\nUsePAM no\nPasswordAuthentication no\n"
+    )
+    server = subprocess.Popen([sshd, "-D", "-E", str(base / "log"), "-f", str(base / "sshd_config")])
+    try:
+        entry = hub_config(pool).read_text()
+        old = entry[entry.index('mode = "dial"') : entry.index("[[site]]", entry.index('mode = "dial"'))]
+        new = (
+            f'mode = "stdio"\naddress = "127.0.0.1:{port}"\nhost_key = "{public_line(host.public)}"\n'
+            f'user = "{getpass.getuser()}"\n\n'
+        )
+        edit(hub_config(pool), (old, new))
+        path = pool.site_directory("site-01") / "site.toml"
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("listen =")]
+        path.write_text("\n".join(lines) + "\n")
+        pool.start_all()
+        assert row(pool, "site-01")["mode"] == "stdio"
+        pool.cli("fed", "run", str(pool.plan(rounds=2, minimum_cohort=2)), "--out", "result")
+        pool.stop("site-01", signal.SIGKILL)
+        pool.until(lambda: row(pool, "site-01")["state"] == "silent")
+        pool.start("site-01")
+        pool.until(lambda: row(pool, "site-01")["state"] == "up")
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_a_wrong_host_key_stops_the_hub_and_names_both(make_pool):
+    pool = make_pool(2, start=False)
+    stranger = Identity.create(pool.work / "stranger")
+    true = (pool.site_directory("site-01") / "identity.pub").read_text().strip()
+    edit(hub_config(pool), (true, public_line(stranger.public)))
+    for party in ("hub", "site-01", "site-02"):
+        pool.start(party)
+    pool.until(lambda: _rows(pool) and row(pool, "site-02")["state"] == "up")
+    found = pool.until(lambda: row(pool, "site-01")["error"].startswith("site-01 at") and row(pool, "site-01"))
+    assert "presents the host key SHA256:" in found["error"] and "is expected" in found["error"]
+    assert found["state"] == "unknown"
+
+
+def test_a_site_whose_key_is_not_listed_stays_out(make_pool):
+    pool = make_pool(2, start=False)
+    stranger = Identity.create(pool.work / "stranger")
+    true = (pool.site_directory("site-02") / "identity.pub").read_text().strip()
+    edit(hub_config(pool), (true, public_line(stranger.public)))
+    for party in ("hub", "site-01", "site-02"):
+        pool.start(party)
+    pool.until(lambda: _rows(pool) and row(pool, "site-01")["state"] == "up")
+    pool.until(lambda: "an unknown site dialled in; its key is SHA256:" in pool.log("hub").read_text())
+    assert row(pool, "site-02")["state"] == "unknown"
+
+
+def test_a_hub_whose_key_is_not_the_sites_is_refused(make_pool):
+    pool = make_pool(2, start=False)
+    stranger = Identity.create(pool.work / "stranger")
+    true = (pool.directory / "hub" / "identity.pub").read_text().strip()
+    for site in pool.site_names():
+        edit(pool.site_directory(site) / "site.toml", (true, public_line(stranger.public)))
+    for party in ("hub", "site-01", "site-02"):
+        pool.start(party)
+    pool.until(lambda: _rows(pool))
+    pool.until(lambda: "does not accept the key" in row(pool, "site-01")["error"])
+    assert not pool.sites_up()
+
+
+def _rows(pool):
+    try:
+        return pool.rows("site")
+    except Unreachable:
+        return []
+
+
+def test_a_user_over_ssh(make_pool):
+    pool = make_pool(1, start=False, reverse=lambda position: False)
+    user, other = Identity.create(pool.work / "alice"), Identity.create(pool.work / "mallory")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = hub_config(pool)
+    path.write_text(f'listen = "127.0.0.1:{port}"\nusers = {{ alice = "{public_line(user.public)}" }}\n' + path.read_text())
+    pool.start_all()
+    hub_key = (pool.directory / "hub" / "identity.pub").read_text().strip()
+    remote = {"IBSHELL_POOL": f"ssh://127.0.0.1:{port}", "IBSHELL_HUB_KEY": hub_key, "IBSHELL_KEY": str(pool.work / "alice")}
+    assert len(pool.json("gpu", "list", **remote)["items"]) == 2
+    lease = pool.json("lease", "request", "-t", "a", "-g", "2", **remote)
+    pool.cli("lease", "release", lease["id"], **remote)
+    refused = pool.cli("gpu", "list", status=4, **{**remote, "IBSHELL_KEY": str(pool.work / "mallory")})
+    assert "does not accept the key SHA256:" in refused.stderr
+    wrong = pool.cli("gpu", "list", status=4, **{**remote, "IBSHELL_HUB_KEY": public_line(other.public)})
+    assert "presents the host key" in wrong.stderr
+    unknown = pool.cli("gpu", "list", status=2, IBSHELL_POOL=remote["IBSHELL_POOL"], IBSHELL_HUB_KEY="")
+    assert "IBSHELL_HUB_KEY" in unknown.stderr
+    with pytest.raises(NotAuthorised):
+        connect_ssh(f"127.0.0.1:{port}", parse_public(hub_key, "it"), pool.work / "mallory")
+    # Nothing but our subsystem: a stock client gets no shell and no command.
+    ssh = ["ssh", "-p", str(port), "-i", str(pool.work / "alice"), "-o", "StrictHostKeyChecking=no"]
+    ssh += ["-o", "UserKnownHostsFile=/dev/null", "-o", "BatchMode=yes", "fedpool@127.0.0.1"]
+    for more in (["id"], []):
+        done = subprocess.run([*ssh, *more], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)
+        assert done.returncode != 0 and "uid=" not in done.stdout
+
+
+@pytest.fixture(scope="module")
+def hub_socket(shared_pool):
+    return shared_pool.socket
+
+
+def raw(path):
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(10)
+    sock.connect(os.fspath(path))
+    return sock
+
+
+def end_of(sock):
+    while sock.recv(65536):
+        pass
+    sock.close()
+
+
+def test_a_version_mismatch_is_refused_by_the_hub(shared_pool, hub_socket):
+    sock = raw(hub_socket)
+    hello = {"versions": [99], "role": "client", "name": "future", "software": "9"}
+    sock.sendall(frames.write({"v": 99, "kind": "event", "method": "hello", "body": hello}))
+    end_of(sock)
+    with connect(hub_socket) as hub:
+        assert hub.call("site.list", Nothing(), Listing).items, "the hub lives on"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack(">I", 1 << 30),
+        struct.pack(">I", 100) + b"\x91" * 100,
+        b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n",
+        struct.pack(">I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
+    ],
+)
+def test_a_hostile_frame_ends_the_channel_and_not_the_hub(shared_pool, hub_socket, data):
+    sock = raw(hub_socket)
+    sock.sendall(data)
+    sock.shutdown(socket.SHUT_WR)
+    end_of(sock)
+    with connect(hub_socket) as hub:
+        assert hub.call("site.list", Nothing(), Listing).items
+
+
+def test_a_hub_of_another_version_is_named(tmp_path):
+    """A command meets a hub that speaks only a later protocol."""
+    path = tmp_path / "s"
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(os.fspath(path))
+    server.listen()
+    hello = {"versions": [7], "role": "hub", "name": "pool", "software": "7.0"}
+    def serve():
+        sock, _ = server.accept()
+        sock.sendall(frames.write({"v": 7, "kind": "event", "method": "hello", "body": hello}))
+        time.sleep(0.5)
+        sock.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(VersionMismatch, match=r"hub pool runs 7.0 and speaks protocol versions \[7\]"):
+        connect(path)
+    thread.join()
+    server.close()
+
+
+def test_an_unknown_method_is_said(shared_pool):
+    with shared_pool.connect() as hub, pytest.raises(Exception, match="does not know the method 'make.coffee'"):
+        hub.call("make.coffee", Nothing(), Nothing)
+
+
+def test_a_body_of_the_wrong_shape_is_said(shared_pool):
+    with shared_pool.connect() as hub, pytest.raises(PeerProtocolError, match="gpus"):
+        hub.call("lease.request", {"tenant": "a", "gpus": "many", "duration_s": 5}, Nothing)
