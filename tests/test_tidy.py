@@ -2,7 +2,10 @@
 
 import ast
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ibshell", "agent", "fedpool")
@@ -15,6 +18,13 @@ TOP_LEVEL = {
 }  # fmt: skip
 
 
+def test_the_top_level_is_what_it_should_be():
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("no git checkout")
+    assert {line.split("/")[0] for line in done.stdout.splitlines()} <= TOP_LEVEL
+
+
 def sources(*folders):
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
@@ -22,7 +32,9 @@ def sources(*folders):
 def test_rooms_hold_one_subject():
     for path in sources(*PACKAGES):
         count = len(path.read_text().splitlines())
-        assert count <= LINES_MAX, f"{path.relative_to(ROOT)}: {count} lines; past {LINES_MAX} it holds two subjects, split it"
+        assert count <= LINES_MAX, (
+            f"{path.relative_to(ROOT)}: {count} lines; past {LINES_MAX} it holds two subjects, split it"
+        )
 
 
 def test_functions_are_short():
@@ -30,7 +42,9 @@ def test_functions_are_short():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = node.end_lineno - node.lineno + 1
-                assert length <= FUNCTION_LINES_MAX, f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {length} lines"
+                assert length <= FUNCTION_LINES_MAX, (
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {length} lines"
+                )
 
 
 def test_every_file_says_what_it_is_for():

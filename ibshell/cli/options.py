@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from fedpool.client.connection import Connection
+from fedpool.client.connection import Connection, connect
 from fedpool.errors import NotFound, UsageError
 from fedpool.wire.messages import Listing, Nothing
 from ibshell import diagnostics, render, settings
@@ -24,12 +24,16 @@ PARTIAL = 6
 
 
 def hub() -> Connection:
-    """A channel to the hub of the chosen pool: IBSHELL_POOL is a local pool's name or `ssh://HOST:PORT`.
+    """A channel to the hub of the chosen pool.
+
+    IBSHELL_POOL is a local pool's name, `unix:///path/of/hub.sock`, or `ssh://HOST:PORT`.
 
     Raises:
         Unreachable: it does not answer.
     """
     name = settings.pool_name()
+    if name.startswith("unix://"):
+        return connect(Path(name.removeprefix("unix://")))
     if not name.startswith("ssh://"):
         return LocalPool(name).connect()
     from fedpool.client.remote import connect_ssh

@@ -36,8 +36,10 @@ def up(
 
     Examples: ibshell up | ibshell up --sites 16 --gpus-per-node 8 --gpu-type a100 | ibshell up scenario.toml
     """
-    if settings.pool_name().startswith("ssh://"):
-        raise UsageError("IBSHELL_POOL names a remote pool", "unset it, or name a local one")
+    if "://" in settings.pool_name():
+        raise UsageError(
+            f"IBSHELL_POOL={settings.pool_name()} names a hub that runs elsewhere", "unset it, or name a local pool"
+        )
     if scenario is None:
         wanted = SimulatedSite("site", sites, nodes_per_site, gpus_per_node, gpu_type)
         check(wanted, "the options")

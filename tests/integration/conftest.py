@@ -17,7 +17,7 @@ from fedpool.sim.scenario import SimulatedSite
 from fedpool.wire.messages import Listing, Nothing
 from ibshell.pool import LocalPool
 
-PROGRAM = '''
+PROGRAM = """
 import sys, time
 import numpy as np
 import fedpool.client as fed
@@ -40,7 +40,7 @@ with fed.join() as federation:
                 case "metric": round.submit(params, weight=1)
         weight = 1 + int(federation.site[-1])
         round.submit(params, weight=weight, metrics={"loss": float(weight)})
-'''
+"""
 
 
 class Pool(LocalPool):
@@ -120,7 +120,10 @@ class Pool(LocalPool):
 @contextmanager
 def pools():
     """Makes pools in a directory of their own and ends them."""
-    with tempfile.TemporaryDirectory(prefix="ibt-", ignore_cleanup_errors=True) as directory, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="ibt-", ignore_cleanup_errors=True) as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         base = Path(directory)
         for name, part in (("STATE", "state"), ("RUNTIME", "run"), ("CONFIG", "config")):
             patch.setenv(f"IBSHELL_{name}_DIR", str(base / part))

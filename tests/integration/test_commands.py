@@ -54,7 +54,10 @@ def test_an_idempotency_key_returns_the_first_answer(pool):
     words = ("lease", "request", "-t", "a", "-g", "2", "--idempotency-key", "k1")
     assert pool.json(*words)["id"] == pool.json(*words)["id"]
     assert pool.json("status")["gpus_free"] == 6
-    assert "used for another" in pool.cli("lease", "request", "-t", "a", "-g", "1", "--idempotency-key", "k1", status=5).stderr
+    assert (
+        "used for another"
+        in pool.cli("lease", "request", "-t", "a", "-g", "1", "--idempotency-key", "k1", status=5).stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,9 @@ def test_a_reader_that_goes_is_no_error(shared_pool):
         assert done.stdout.startswith("GPU") and done.stderr == ""
 
 
-@pytest.mark.parametrize("words", [("gpu", "list"), ("site", "show", "nowhere"), ("--help",), ("lease", "--help"), ("nonsense",)])
+@pytest.mark.parametrize(
+    "words", [("gpu", "list"), ("site", "show", "nowhere"), ("--help",), ("lease", "--help"), ("nonsense",)]
+)
 def test_no_escape_goes_into_a_pipe(shared_pool, words):
     done = subprocess.run([sys.executable, "-m", "ibshell", *words], capture_output=True, env=shared_pool.environment)
     assert b"\x1b" not in done.stdout + done.stderr

@@ -72,7 +72,9 @@ def settled(pool):
     """Whether no lease is on its way any more: holds have lapsed, endings are confirmed."""
     leases = pool.rows("lease")
     states = {gpu["state"] for gpu in pool.rows("gpu")}
-    return all(lease["state"] in ("active", "released", "expired", "failed", "aborted") for lease in leases) and states <= {
+    return all(
+        lease["state"] in ("active", "released", "expired", "failed", "aborted") for lease in leases
+    ) and states <= {
         "free",
         "active",
     }
@@ -83,7 +85,8 @@ def test_two_gangs_for_everything_get_it_one_at_a_time(make_pool):
     pool = make_pool(3)
     words = [sys.executable, "-m", "ibshell", "lease", "request", "-t", "a", "-g", "6", "--sites", "3"]
     asking = [
-        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=pool.environment) for _ in range(2)
+        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=pool.environment)
+        for _ in range(2)
     ]
     codes = sorted(process.wait(timeout=60) for process in asking)
     assert codes in ([0, 5], [5, 5])

@@ -50,7 +50,9 @@ def check_report(report):
 
 def test_the_demo_and_again_at_once(tmp_path):
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-m", "ibshell", "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=170)
+        done = subprocess.run(
+            [sys.executable, "-m", "ibshell", "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=170
+        )
         assert done.returncode == 0, done.stderr
         check_report(json.loads((tmp_path / "demo-report.json").read_text()))
         assert "the federation" in done.stdout and "round 8/24: 15 sites, without hospital-06" in done.stderr
@@ -61,7 +63,11 @@ def test_the_demo_and_again_at_once(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_the_demo_its_processes_end_too(tmp_path, number):
     demo = subprocess.Popen(
-        [sys.executable, "-m", "ibshell", "demo"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "ibshell", "demo"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     for line in demo.stderr:
         if line.startswith("round 2/"):
@@ -95,6 +101,8 @@ def test_the_wheel_alone_runs_the_demo(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     out = subprocess.run([python, "-c", compiled], capture_output=True, text=True, cwd=tmp_path, env=environment).stdout
     assert out.strip() == "True"
-    done = subprocess.run([home / "bin/ibshell", "demo"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
+    done = subprocess.run(
+        [home / "bin/ibshell", "demo"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170
+    )
     assert done.returncode == 0, done.stderr
     check_report(json.loads((tmp_path / "demo-report.json").read_text()))

@@ -72,7 +72,10 @@ def test_a_program_that_hangs_is_left_behind_at_the_deadline(pool):
     plan = pool.plan({"victim": "site-02", "does": "hang"}, rounds=2, deadline="3s")
     pool.cli("fed", "run", str(plan), "--out", "result")
     entries = json.loads((pool.work / "result" / "history.json").read_text())["rounds"]
-    assert "had not submitted round 1 within" in entries[0]["lost"]["site-02"] or "deadline" in entries[0]["lost"]["site-02"]
+    assert (
+        "had not submitted round 1 within" in entries[0]["lost"]["site-02"]
+        or "deadline" in entries[0]["lost"]["site-02"]
+    )
     assert all(len(entry["survivors"]) == 3 for entry in entries)
     assert pool.json("status")["gpus_free"] == 8
 
@@ -137,7 +140,7 @@ def test_kill_9_of_the_hub_and_resume(pool):
     round_reached(pool, run, 1)
     pool.stop("hub", signal.SIGKILL)
     _, err = running.communicate(timeout=60)
-    assert running.returncode == 7 and "closed the connection" in err or "broke" in err
+    assert (running.returncode == 7 and "closed the connection" in err) or "broke" in err
     pool.start("hub")
     pool.until(lambda: _up(pool) == 4)
     assert view(pool, run).state == "interrupted"
@@ -207,9 +210,14 @@ def test_join_outside_a_federation(pool):
     import sys
 
     done = subprocess.run(
-        [sys.executable, "-c", "import fedpool.client as fed; fed.join()"], capture_output=True, text=True, env=pool.environment
+        [sys.executable, "-c", "import fedpool.client as fed; fed.join()"],
+        capture_output=True,
+        text=True,
+        env=pool.environment,
     )
-    assert done.returncode == 1 and "was not started by a federation" in done.stderr and "ibshell fed run" in done.stderr
+    assert (
+        done.returncode == 1 and "was not started by a federation" in done.stderr and "ibshell fed run" in done.stderr
+    )
 
 
 def test_time_passes(pool):

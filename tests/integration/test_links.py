@@ -80,9 +80,7 @@ def test_behind_a_stock_sshd(make_pool, need):
     hub_key = (pool.directory / "hub" / "identity.pub").read_text().strip()
     bridge = f"{sys.executable} -P -m agent.main stdio --socket {pool.sockets}/site-01.sock"
     # What a site's administrator writes: this key may run the bridge and nothing else.
-    (base / "authorized_keys").write_text(
-        f'restrict,command="{bridge} ${{SSH_ORIGINAL_COMMAND##* }}" {hub_key}\n'
-    )
+    (base / "authorized_keys").write_text(f'restrict,command="{bridge} ${{SSH_ORIGINAL_COMMAND##* }}" {hub_key}\n')
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -166,10 +164,16 @@ def test_a_user_over_ssh(make_pool):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = hub_config(pool)
-    path.write_text(f'listen = "127.0.0.1:{port}"\nusers = {{ alice = "{public_line(user.public)}" }}\n' + path.read_text())
+    path.write_text(
+        f'listen = "127.0.0.1:{port}"\nusers = {{ alice = "{public_line(user.public)}" }}\n' + path.read_text()
+    )
     pool.start_all()
     hub_key = (pool.directory / "hub" / "identity.pub").read_text().strip()
-    remote = {"IBSHELL_POOL": f"ssh://127.0.0.1:{port}", "IBSHELL_HUB_KEY": hub_key, "IBSHELL_KEY": str(pool.work / "alice")}
+    remote = {
+        "IBSHELL_POOL": f"ssh://127.0.0.1:{port}",
+        "IBSHELL_HUB_KEY": hub_key,
+        "IBSHELL_KEY": str(pool.work / "alice"),
+    }
     assert len(pool.json("gpu", "list", **remote)["items"]) == 2
     lease = pool.json("lease", "request", "-t", "a", "-g", "2", **remote)
     pool.cli("lease", "release", lease["id"], **remote)
@@ -241,6 +245,7 @@ def test_a_hub_of_another_version_is_named(tmp_path):
     server.bind(os.fspath(path))
     server.listen()
     hello = {"versions": [7], "role": "hub", "name": "pool", "software": "7.0"}
+
     def serve():
         sock, _ = server.accept()
         sock.sendall(frames.write({"v": 7, "kind": "event", "method": "hello", "body": hello}))

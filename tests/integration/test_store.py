@@ -140,4 +140,6 @@ def _ibshell():
 def _release_all(pool):
     for lease in pool.rows("lease"):
         if lease["state"] == "active":
-            subprocess.run([*_ibshell(), "lease", "release", lease["id"]], capture_output=True, env=pool.environment, timeout=90)
+            subprocess.run(
+                [*_ibshell(), "lease", "release", lease["id"]], capture_output=True, env=pool.environment, timeout=90
+            )

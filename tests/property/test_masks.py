@@ -10,7 +10,9 @@ from hypothesis.extra import numpy as hnp
 
 from fedpool.secagg import _masks_reference, encoding, masks
 
-pytestmark = pytest.mark.skipif(not masks.is_compiled(), reason="no compiler when ibshell was installed: nothing to compare")
+pytestmark = pytest.mark.skipif(
+    not masks.is_compiled(), reason="no compiler when ibshell was installed: nothing to compare"
+)
 
 floats = hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-1e6, 1e6, width=32))
 KEY = bytes(range(32))

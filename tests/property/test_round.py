@@ -171,7 +171,9 @@ def test_a_site_demands_its_own_minimum_and_knows_its_peers():
     policy = world.policy(1, minimum=4)
     with pytest.raises(Refused, match="under the 4 that s1 demands"):
         policy.admit(world.manifest, 0)
-    stranger = msgspec.structs.replace(policy, peers={k: v for k, v in policy.peers.items() if k != "s3"}, minimum_cohort=2)
+    stranger = msgspec.structs.replace(
+        policy, peers={k: v for k, v in policy.peers.items() if k != "s3"}, minimum_cohort=2
+    )
     with pytest.raises(Refused, match="does not know s3"):
         stranger.admit(world.manifest, 0)
     impostor = msgspec.structs.replace(policy, peers={**policy.peers, "s3": bytes(32)}, minimum_cohort=2)
@@ -283,7 +285,11 @@ def test_without_the_pair_masks_of_one_missing_site_the_sum_is_noise():
     total = np.zeros(20_000, np.uint32)
     for index in result.survivors:
         masks.add(total, world.masked[index])
-    kept = [stream for stream in result.removal if stream.sign != result.removal[-1].sign or stream is not result.removal[-1]]
+    kept = [
+        stream
+        for stream in result.removal
+        if stream.sign != result.removal[-1].sign or stream is not result.removal[-1]
+    ]
     masks.apply(total, kept, 0)
     assert chi_square(total) < 373
 
