@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from fedpool.errors import IbshellError
 from fedpool.wire.messages import ById, RunView
 
 pytestmark = pytest.mark.integration
@@ -156,7 +157,7 @@ def test_kill_9_of_the_hub_and_resume(pool):
 def _up(pool):
     try:
         return len(pool.sites_up())
-    except Exception:  # the hub is starting
+    except IbshellError:  # the hub is starting
         return 0
 
 

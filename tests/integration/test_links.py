@@ -15,7 +15,7 @@ import pytest
 
 from fedpool.client import connect
 from fedpool.client.remote import connect_ssh
-from fedpool.errors import NotAuthorised, PeerProtocolError, Unreachable, VersionMismatch
+from fedpool.errors import NotAuthorised, PeerProtocolError, Unreachable, UsageError, VersionMismatch
 from fedpool.transport.identity import Identity, parse_public, public_line
 from fedpool.wire import frames
 from fedpool.wire.messages import Listing, Nothing
@@ -261,8 +261,8 @@ def test_a_hub_of_another_version_is_named(tmp_path):
 
 
 def test_an_unknown_method_is_said(shared_pool):
-    with shared_pool.connect() as hub, pytest.raises(Exception, match="does not know the method 'make.coffee'"):
-        hub.call("make.coffee", Nothing(), Nothing)
+    with shared_pool.connect() as hub, pytest.raises(UsageError, match="does not know the method 'make_coffee'"):
+        hub.call("make_coffee", Nothing(), Nothing)
 
 
 def test_a_body_of_the_wrong_shape_is_said(shared_pool):
