@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from agent.gangs import Gangs
 from agent.runs import Runs
 from agent.store.sqlite import SqliteStore
 from fedpool.errors import IbshellError, NotFound, UsageError
-from fedpool.names import NAME, RULE
+from fedpool.names import NAME, RULE, require_id
 from fedpool.records import Lease
 from fedpool.transport import local, ssh
 from fedpool.transport.identity import Identity, parse_public
@@ -43,7 +42,6 @@ from fedpool.wire.session import Notice, Request, from_body
 log = logging.getLogger(__name__)
 
 UPLOAD_BYTES_MAX = 64 << 30
-UPLOAD_ID = re.compile(r"[0-9a-f]{8,64}")
 
 
 class HubViewWanted(msgspec.Struct, frozen=True):
@@ -201,9 +199,7 @@ class Hub:
         return self.gangs.view(await self.gangs.end(self.gangs.find(wanted.id), "released"))
 
     def _upload_path(self, upload_id: str) -> Path:
-        if not UPLOAD_ID.fullmatch(upload_id):
-            raise UsageError(f"{upload_id[:70]!r} is no upload id", "8 to 64 hexadecimal digits")
-        return self._state / "uploads" / upload_id
+        return self._state / "uploads" / require_id(upload_id, "upload")
 
     async def _upload(self, piece: Upload) -> UploadState:
         path = self._upload_path(piece.id)

@@ -84,9 +84,11 @@ async def _hub(path: Path) -> None:
 
 async def _site(path: Path) -> None:
     from agent.config import SiteConfig, load
+    from agent.probes.simulated import SimulatedProbe
     from agent.site import SiteAgent
 
-    await SiteAgent(load(path, SiteConfig), path.parent.resolve()).run()
+    config = load(path, SiteConfig)
+    await SiteAgent(config, path.parent.resolve(), SimulatedProbe(config.simulated)).run()
 
 
 def _serve(service: Coroutine[Any, Any, None], verbose: bool) -> int:

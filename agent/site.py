@@ -12,6 +12,7 @@ from agent import clock, files
 from agent.backoff import LAST_S, delay
 from agent.config import SiteConfig
 from agent.leases import SiteLeases
+from agent.probes import DeviceProbe
 from agent.programs import Task
 from agent.site_rounds import SiteRounds
 from agent.store.sqlite import SqliteStore
@@ -19,6 +20,7 @@ from fedpool import __version__
 from fedpool.errors import IbshellError, NotFound, Unreachable, UsageError
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
 from fedpool.leasing.grants import Abort, Commit, Hold, Release, Renew
+from fedpool.names import require_id
 from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
 from fedpool.transport import local, ssh
@@ -40,9 +42,10 @@ class SiteAgent:
     Args:
         config: its configuration.
         directory: where the configuration lies; paths are relative to it.
+        probe: finds the site's devices.
     """
 
-    def __init__(self, config: SiteConfig, directory: Path) -> None:
+    def __init__(self, config: SiteConfig, directory: Path, probe: DeviceProbe) -> None:
         self.config = config
         self._state = directory / config.state
         self._runtime = (directory / config.socket).parent
@@ -51,7 +54,7 @@ class SiteAgent:
         self.identity = Identity.load(self._state / "identity")
         self._hub_keys = {parse_public(config.hub_key, "hub_key"): "hub"}
         self._store = SqliteStore(self._state / "site.db")
-        self._inventory = config.simulated.inventory()
+        self._inventory = probe.snapshot()
         self._leases = SiteLeases(config.name, self._inventory, self._store, self._lease_changed)
         peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
         self._rounds = SiteRounds(
@@ -187,7 +190,9 @@ class SiteAgent:
             case "site.describe":
                 return self._describe()
             case "lease.hold":
-                return await self._leases.step(from_body(body, Hold, method))
+                hold = from_body(body, Hold, method)
+                require_id(hold.lease, "lease")
+                return await self._leases.step(hold)
             case "lease.commit":
                 return await self._leases.step(from_body(body, Commit, method))
             case "lease.abort":
@@ -225,6 +230,7 @@ class SiteAgent:
         )
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:
+        require_id(wanted.run, "run")
         async with self._starting:
             self._leases.machine.require(wanted.lease, wanted.token)
             current = self._tasks.get(wanted.run)
@@ -241,6 +247,7 @@ class SiteAgent:
             return Nothing()
 
     async def _stop_task(self, ended: TaskEnded) -> Nothing:
+        require_id(ended.run, "run")
         task = self._tasks.pop(ended.run, None)
         if task is not None:
             await task.finish(ended.reason)

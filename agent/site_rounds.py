@@ -22,6 +22,7 @@ from agent.store.sqlite import SqliteStore
 from fedpool.errors import IbshellError, NotFound, ProgramFailed, Refused, UsageError
 from fedpool.federation import parameters
 from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
+from fedpool.names import require_id
 from fedpool.secagg import masks
 from fedpool.secagg.client import (
     AgreeSurvivors,
@@ -116,7 +117,7 @@ class SiteRounds:
             IntegrityError: the model is not the one the manifest names.
         """
         manifest = wanted.manifest
-        run = manifest.federation
+        run = require_id(manifest.federation, "run")
         task = self._task(run)
         async with self._opening.setdefault(run, asyncio.Lock()):
             current = self._open.get(run)

@@ -1,6 +1,20 @@
-"""What may be a name of a site, tenant, run or pool: it ends up in file names, host names and terminals."""
+"""What may be a name or an id: they end up in file names, host names, environments and terminals, and come from other parties."""
 
 import re
 
+from fedpool.errors import UsageError
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 RULE = "letters, digits, '.', '_', '-', beginning with a letter or digit, at most 63"
+_ID = re.compile(r"[0-9a-f]{8,64}")
+
+
+def require_id(text: str, what: str) -> str:
+    """An id of a lease, run or upload, as it may stand in a path.
+
+    Raises:
+        UsageError: it is none; `what` names it.
+    """
+    if not _ID.fullmatch(text):
+        raise UsageError(f"{text[:70]!r} is no {what} id", "8 to 64 hexadecimal digits")
+    return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from typing import Any
 
 from fedpool.units import format_duration, format_size
@@ -32,15 +31,15 @@ class Progress:
         self._metrics: dict[str, float] = {}
         self._bytes = 0
         self._round_times: list[float] = []
-        self._began = time.monotonic()
+        self._out: set[str] = set()
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in one event."""
         match event["kind"]:
             case "leasing":
-                self._say(f"leasing {event['gpus']} GPUs at {event['sites']} sites")
+                self.say(f"leasing {event['gpus']} GPUs at {event['sites']} sites")
             case "leased":
-                self._say(f"lease {event['lease']}: {event['gpus']} GPUs at {event['sites']} sites")
+                self.say(f"lease {event['lease']}: {event['gpus']} GPUs at {event['sites']} sites")
             case "round":
                 self._cohort = event["cohort"]
                 self._rounds = event["rounds"]
@@ -51,12 +50,18 @@ class Progress:
                 self._answered += 1
                 self._draw()
             case "site_out":
-                self._say(f"round {event['round']}: {event['site']} is out ({event['phase']}): {event['reason']}")
+                # A site that stays away is told once, not every round.
+                if event["site"] not in self._out:
+                    self.say(f"round {event['round']}: {event['site']} is out ({event['phase']}): {event['reason']}")
+                self._out.add(event["site"])
             case "aggregated":
                 self._done = event["round"]
                 self._metrics = event["metrics"]
                 self._bytes += event["bytes_up"] + event["bytes_down"]
                 self._round_times.append(event["seconds"])
+                for site in sorted(self._out & set(event["survivors"])):
+                    self.say(f"round {event['round']}: {site} is back")
+                    self._out.discard(site)
                 if not self._live:
                     lost = f", without {', '.join(event['lost'])}" if event["lost"] else ""
                     diagnostics.say(
@@ -65,7 +70,7 @@ class Progress:
                     )
                 self._draw()
             case "resumed":
-                self._say("resumed")
+                self.say("resumed")
 
     def _left(self) -> str:
         if not self._round_times:
@@ -86,7 +91,8 @@ class Progress:
         columns = shutil.get_terminal_size().columns
         print(f"\r\x1b[K{text[: columns - 1]}", end="", file=sys.stderr, flush=True)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line of its own above the progress."""
         if self._live:
             print("\r\x1b[K", end="", file=sys.stderr)
         diagnostics.say("".join(c if c.isprintable() else "?" for c in text))

@@ -15,7 +15,7 @@ from ibshell.render import Column
 
 app = typer.Typer()
 
-BENCHES = ("secagg",)
+BENCHES = ("secagg", "start")
 COLUMNS = [
     Column("CASE", "case"),
     Column("VALUE", "value"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,8 +95,11 @@ def fetch_model(connection: Connection, run: str, path: Path, number: int | None
     return piece.sha256
 
 
-def watch(connection: Connection, run: RunView, seen: Any = lambda event: None) -> RunView:
-    """Follow a run to its end, with live progress on stderr; `seen` gets every event."""
+Seen = Callable[[dict[str, Any], Callable[[str], None]], None]
+
+
+def watch(connection: Connection, run: RunView, seen: Seen = lambda event, say: None) -> RunView:
+    """Follow a run to its end, with live progress on stderr; `seen` gets every event, and a way to say something."""
     progress = Progress(run.rounds)
     after = 0
     try:
@@ -104,7 +108,7 @@ def watch(connection: Connection, run: RunView, seen: Any = lambda event: None) 
             after = events.next
             for event in events.items:
                 progress.event(event)
-                seen(event)
+                seen(event, progress.say)
             if not events.items and events.state not in ("running",):
                 break
     finally:

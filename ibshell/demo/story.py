@@ -55,14 +55,13 @@ rate = {RATE}
 class Victim:
     """One hospital whose program hangs, whose machine then dies in the middle of the round, and which comes back later."""
 
-    def __init__(self, pool: LocalPool, site: str, say: Callable[[str], None]) -> None:
+    def __init__(self, pool: LocalPool, site: str) -> None:
         self.site = site
         self.back_in_round = 0
         self._pool = pool
-        self._say = say
         self._state = "well"
 
-    def seen(self, event: dict[str, Any]) -> None:
+    def seen(self, event: dict[str, Any], say: Callable[[str], None]) -> None:
         """React to an event of the run."""
         number = event["round"]
         match event["kind"], self._state:
@@ -73,15 +72,14 @@ class Victim:
                 self._state = "hanging"
             case ("phase", "hanging") if number == DIES_IN_ROUND and event["phase"] == "input":
                 self._pool.stop(self.site, signal.SIGKILL)
-                self._say(f"round {number}: SIGKILL to {self.site}, after it agreed on its masks")
+                say(f"round {number}: SIGKILL to {self.site}, after it agreed on its masks")
                 self._state = "dead"
             case ("aggregated", "dead") if number >= RETURNS_AFTER_ROUND:
                 self._pool.start(self.site)
-                self._say(f"round {number}: {self.site} starts again")
+                say(f"round {number}: {self.site} starts again")
                 self._state = "starting"
             case ("aggregated", "starting") if self.site in event["survivors"]:
                 self.back_in_round = number
-                self._say(f"round {number}: {self.site} is back in the cohort")
                 self._state = "back"
 
     def _children(self) -> list[int]:
@@ -138,7 +136,7 @@ def _federate(
     first = model.initial(SEED)
     initial = pool.directory / "initial.safetensors"
     initial.write_bytes(save(first))
-    victim = Victim(pool, "hospital-06", say)
+    victim = Victim(pool, "hospital-06")
     started = hub.call("fed.run", RunWanted(PLAN, send(hub, initial)), RunView)
     run = watch(hub, started, victim.seen)
     if run.state != "finished":

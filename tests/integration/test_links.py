@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fedpool.client import connect
+from fedpool.client import Connection, connect
 from fedpool.client.remote import connect_ssh
-from fedpool.errors import NotAuthorised, PeerProtocolError, Unreachable, UsageError, VersionMismatch
+from fedpool.errors import NotAuthorised, NotFound, PeerProtocolError, Unreachable, UsageError, VersionMismatch
 from fedpool.transport.identity import Identity, parse_public, public_line
 from fedpool.wire import frames
 from fedpool.wire.messages import Listing, Nothing
@@ -67,6 +67,24 @@ def test_the_link_comes_back_after_either_side_restarts(make_pool, party):
     assert held == {grant["uuid"] for part in lease["parts"] for grant in part["grants"]}
     pool.cli("lease", "release", lease["id"])
     assert pool.json("status")["gpus_free"] == 4
+
+
+@pytest.mark.parametrize("site", ["site-01", "site-02"])
+def test_a_site_that_falls_silent_is_noticed_and_its_lease_lives_on(make_pool, site):
+    """Stopped, not killed: its sockets stay open, so only the keepalives tell (5 s, four times)."""
+    pool = make_pool(2)
+    lease = pool.json("lease", "request", "-t", "a", "-g", "4")
+    pid = pool.processes()[site]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        pool.until(lambda: row(pool, site)["state"] == "silent", 30)
+        listed = pool.json("lease", "list")["items"][0]
+        assert listed["state"].startswith("unknown since 20") and pool.json("status")["gpus_free"] == 0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    pool.until(lambda: row(pool, site)["state"] == "up", 30)
+    assert pool.json("lease", "show", lease["id"])["state"] == "active"
+    assert pool.json("lease", "list")["items"][0]["state"] == "active"
 
 
 def test_behind_a_stock_sshd(make_pool, need):
@@ -268,3 +286,29 @@ def test_an_unknown_method_is_said(shared_pool):
 def test_a_body_of_the_wrong_shape_is_said(shared_pool):
     with shared_pool.connect() as hub, pytest.raises(PeerProtocolError, match="gpus"):
         hub.call("lease.request", {"tenant": "a", "gpus": "many", "duration_s": 5}, Nothing)
+
+
+def site_channel(pool, site):
+    """A control channel to a site as the hub has one, through the socket that the bridge behind sshd uses."""
+    sock = raw(pool.sockets / f"{site}.sock")
+    sock.sendall(b"fedpool\n")
+    return Connection(sock, "hub", "hub", site)
+
+
+@pytest.mark.parametrize("name", ["../../../hub", "/etc", "a" * 8 + "/..", "", "x" * 100, "ABCDEF01"])
+def test_a_hostile_hub_cannot_choose_paths(shared_pool, name):
+    with site_channel(shared_pool, "site-01") as site:
+        for method, body in (
+            ("task.stop", {"run": name, "reason": "x"}),
+            ("task.start", {"run": name, "lease": "0" * 8, "token": 1, "program": ["true"], "plan": b""}),
+            ("lease.hold", {"lease": name, "tenant": "a", "gpus": 1, "ttl_s": 1, "term": 10**6}),
+        ):
+            with pytest.raises(UsageError, match=r"is no (run|lease) id"):
+                site.call(method, body, Nothing)
+    assert (shared_pool.directory / "hub" / "hub.db").exists()
+
+
+def test_a_program_under_no_lease_is_refused(shared_pool):
+    with site_channel(shared_pool, "site-01") as site, pytest.raises(NotFound, match="has no lease"):
+        body = {"run": "0" * 8, "lease": "f" * 8, "token": 1, "program": ["true"], "plan": b""}
+        site.call("task.start", body, Nothing)
