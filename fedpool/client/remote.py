@@ -30,8 +30,14 @@ class _SshPipe:
             self._connection = self._run(ssh.dial(address, host_key, identity, "the hub"))
             self._stream = self._run(ssh.open_channel(self._connection, ssh.CONTROL))
         except IbshellError:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._end_loop()
             raise
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         future: Future[Result] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -52,8 +58,7 @@ class _SshPipe:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._connection.abort)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
+        self._end_loop()
 
 
 def connect_ssh(address: str, host_key: bytes, key_path: Path) -> Connection:

@@ -51,7 +51,9 @@ def offered(tmp_path):
         else:
             path.write_bytes(raw)
         site = Site()
-        return Round(site, Joined("zurich", "r", {"rate": 0.5}), NextRound(3, str(path), str(tmp_path / "u" / "update"))), site
+        return Round(
+            site, Joined("zurich", "r", {"rate": 0.5}), NextRound(3, str(path), str(tmp_path / "u" / "update"))
+        ), site
 
     return offer
 
