@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fedpool.errors import IbshellError
-from fedpool.wire.messages import ById, LeaseView, LeaseWanted
+from fedpool.wire.messages import ById, LeaseView, LeaseWanted, RunView
 
 pytestmark = pytest.mark.integration
 
@@ -61,9 +63,9 @@ def test_kill_9_at_any_moment(make_pool, seed):
         assert all(leases == [""] for leases in truth(pool).values())
 
 
-def all_up(pool):
+def all_up(pool, sites=3):
     try:
-        return len(pool.sites_up()) == 3
+        return len(pool.sites_up()) == sites
     except IbshellError:
         return False
 
@@ -97,3 +99,34 @@ def test_two_gangs_for_everything_get_it_one_at_a_time(make_pool):
             if lease["state"] == "active":
                 hub.call("lease.release", ById(lease["id"]), LeaseView)
         assert hub.call("lease.request", LeaseWanted("b", 6, 60), LeaseView).lease.state == "active"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_survives_kill_9_of_anybody_at_any_moment(make_pool, seed):
+    """Three kills at random moments; whoever died is started again, the run is resumed until it is finished, and it is right."""
+    pool = make_pool(4)
+    rng = random.Random(seed)
+    plan = pool.plan({"sleep": 0.05}, rounds=8, deadline="10s")
+    run = pool.cli("fed", "run", str(plan), "--detach", "-o", "name").stdout.strip()
+    for _ in range(3):
+        time.sleep(rng.uniform(0, 0.8))
+        victim = rng.choice(["hub", "site-01", "site-02", "site-03", "site-04"])
+        pool.stop(victim, signal.SIGKILL)
+        time.sleep(rng.uniform(0, 0.5))
+        pool.start(victim)
+        pool.until(lambda: all_up(pool, 4))
+    for _ in range(6):
+        state = pool.until(lambda: view(pool, run).state not in ("running",) and view(pool, run).state)
+        if state == "finished":
+            break
+        pool.cli("fed", "resume", run, "--detach")
+    final = view(pool, run)
+    assert (final.state, len(final.history)) == ("finished", 8), final.reason
+    pool.cli("fed", "show", run, "--out", "result")
+    assert np.allclose(load_file(pool.work / "result" / "model.safetensors")["w"], 0.25 * 8, atol=1e-4)
+    pool.until(lambda: settled(pool))
+    assert all(leases == [""] for leases in truth(pool).values())
+
+
+def view(pool, run):
+    return pool.ask("fed.show", ById(run), RunView)
