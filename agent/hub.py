@@ -18,7 +18,7 @@ from agent.config import HubConfig
 from agent.gangs import Gangs
 from agent.runs import Runs
 from agent.store.sqlite import SqliteStore
-from fedpool.errors import IbshellError, NotFound, UsageError
+from fedpool.errors import IbshellError, NotFound, StorageFailed, UsageError
 from fedpool.names import NAME, RULE, require_id
 from fedpool.records import Lease
 from fedpool.transport import local, ssh
@@ -73,7 +73,7 @@ class Hub:
             self.links[entry.name] = links.SiteLink(
                 entry, self.identity, self.runs.source, self.gangs.site_up, self._site_notice
             )
-        self._answers = Answers()
+        self._answers: Answers[asyncio.Task[object]] = Answers()
         self._tasks: asyncio.TaskGroup | None = None
         # Method -> (type of the body, what answers it).
         self._methods: dict[str, tuple[type, Callable[[Any], Any]]] = {
@@ -169,18 +169,20 @@ class Hub:
         body = from_body(request.body or {}, kind, request.method) if kind is not msgspec.Struct else None
         found = self._answers.find(request.key, request.method, body)
         if found is not None:
-            return found
+            return await asyncio.shield(found)
         result = answer(body)
-        if asyncio.iscoroutine(result):
-            # A change goes on to its end even if the asker hangs up: half a lease helps nobody.
-            result = await (asyncio.shield(self._own(result)) if request.method != "fed.events" else result)
-        self._answers.keep(request.key, request.method, body, result)
-        return result
+        if not asyncio.iscoroutine(result) or request.method == "fed.events":
+            return await result if asyncio.iscoroutine(result) else result
+        # A change goes on to its end even if the asker hangs up: half a lease helps nobody. It is remembered while it goes on,
+        # so that the same request sent twice at once is carried out once; one that failed may be tried again.
+        task = asyncio.get_running_loop().create_task(result)
+        self._answers.keep(request.key, request.method, body, task)
+        task.add_done_callback(lambda done: self._done(request.key, done))
+        return await asyncio.shield(task)
 
-    def _own(self, coroutine: Any) -> asyncio.Task[object]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return task
+    def _done(self, key: str, task: asyncio.Task[object]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._answers.forget(key)
 
     def _status(self) -> hub_views.PoolStatus:
         return hub_views.status(
@@ -207,9 +209,13 @@ class Hub:
         size = path.stat().st_size if path.exists() else 0
         if piece.offset > size or piece.offset + len(piece.data) > UPLOAD_BYTES_MAX:
             raise UsageError(f"a piece at {piece.offset} of an upload of {size} bytes", "send the pieces in order")
-        with path.open("r+b" if size else "wb") as file:
-            file.seek(piece.offset)
-            file.write(piece.data)
+        try:
+            with path.open("r+b" if size else "wb") as file:
+                file.seek(piece.offset)
+                file.write(piece.data)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise StorageFailed(f"the hub cannot keep an upload: {error.strerror}", "make room on its disk") from None
         return UploadState(path.stat().st_size)
 
     async def _fed_run(self, wanted: RunWanted) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Callable
@@ -51,11 +52,13 @@ RunArgument = Annotated[str, typer.Argument(help="Run id, a unique beginning of 
 Out = Annotated[Path | None, typer.Option("--out", help="Directory for the model and the history (default: NAME-ID).")]
 
 
-def send(connection: Connection, path: Path) -> str:
-    """Upload a file to the hub; returns its id."""
-    upload = secrets.token_hex(16)
+def send(connection: Connection, path: Path, key: str = "") -> str:
+    """Upload a file to the hub; returns its id, which with an idempotency key follows from the content."""
     try:
         with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest() if key else ""
+            upload = hashlib.sha256(f"{key}/{content}".encode()).hexdigest() if key else secrets.token_hex(16)
+            file.seek(0)
             offset = 0
             while True:
                 data = file.read(PIECE_BYTES)
@@ -74,8 +77,6 @@ def fetch_model(connection: Connection, run: str, path: Path, number: int | None
     Raises:
         IntegrityError: what arrived is something else.
     """
-    import hashlib
-
     from fedpool.errors import IntegrityError
 
     arriving, digest, offset = path.with_suffix(".part"), hashlib.sha256(), 0
@@ -165,7 +166,7 @@ def run(
         raise NotFound(f"no plan at {plan}") from None
     parsed = plans.parse(text, str(plan))
     with options.hub() as connection:
-        upload = send(connection, plan.parent / parsed.initial)
+        upload = send(connection, plan.parent / parsed.initial, idempotency_key)
         started = connection.call("fed.run", RunWanted(text, upload), RunView, key=idempotency_key)
         if detach:
             render.write(render.record(options.as_data(started), output or "name"))

@@ -54,10 +54,14 @@ def test_an_idempotency_key_returns_the_first_answer(pool):
     words = ("lease", "request", "-t", "a", "-g", "2", "--idempotency-key", "k1")
     assert pool.json(*words)["id"] == pool.json(*words)["id"]
     assert pool.json("status")["gpus_free"] == 6
-    assert (
-        "used for another"
-        in pool.cli("lease", "request", "-t", "a", "-g", "1", "--idempotency-key", "k1", status=5).stderr
-    )
+    at_once = [
+        pool.background("lease", "request", "-t", "a", "-g", "2", "--idempotency-key", "k2", "-o", "name")
+        for _ in range(4)
+    ]
+    assert len({process.communicate(timeout=60)[0] for process in at_once}) == 1
+    assert pool.json("status")["gpus_free"] == 4, "asked four times at once, done once"
+    other = pool.cli("lease", "request", "-t", "a", "-g", "1", "--idempotency-key", "k1", status=5)
+    assert "used for another" in other.stderr
 
 
 @pytest.mark.parametrize(

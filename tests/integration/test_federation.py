@@ -176,6 +176,12 @@ def test_kill_9_of_a_training_program(pool):
     assert "site-03" in entries[-1]["survivors"], "its program was started again"
 
 
+def test_a_run_asked_for_twice_with_one_key_runs_once(pool):
+    words = ("fed", "run", str(pool.plan(rounds=1)), "--detach", "--idempotency-key", "k", "-o", "name")
+    assert pool.cli(*words).stdout == pool.cli(*words).stdout
+    assert len(pool.rows("fed")) == 1
+
+
 def test_stop_and_resume(pool):
     plan = pool.plan({"sleep": 0.3}, rounds=6)
     run = pool.cli("fed", "run", str(plan), "--detach", "-o", "name").stdout.strip()

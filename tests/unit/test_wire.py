@@ -149,6 +149,8 @@ def test_idempotency_keys():
     answers.keep("l", "m", {}, 1)
     answers.keep("m", "m", {}, 2)
     assert answers.find("k", "m", {"a": 1}) is None, "the oldest is forgotten first"
+    answers.forget("m")
+    assert answers.find("m", "m", {}) is None
 
 
 def test_bulk_frames_survive_any_cut_and_damage_is_found():
