@@ -68,13 +68,14 @@ class _Live:
         self.events: list[dict[str, Any]] = []
         self.first_event = 0
         self.changed = asyncio.Condition()
+        self._notices: set[asyncio.Task[None]] = set()
 
     @property
     def state(self) -> str:
-        """The run's state as people see it: one that nobody drives is interrupted."""
-        if self.run.is_over:
-            return self.run.state
-        return "running" if self.driver is not None and not self.driver.done() else "interrupted"
+        """The run's state as people see it: over only when its lease is given back, interrupted when nobody drives it."""
+        if self.driver is not None and not self.driver.done():
+            return "running"
+        return self.run.state if self.run.is_over else "interrupted"
 
     def model(self, number: int) -> Path:
         """The global parameters after a round; 0 are the initial ones."""
@@ -87,9 +88,15 @@ class _Live:
         if len(self.events) > EVENTS_KEPT:
             del self.events[: EVENTS_KEPT // 2]
             self.first_event += EVENTS_KEPT // 2
-        asyncio.get_running_loop().create_task(self._wake())
+        self.wake()
 
-    async def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let whoever waits for news look again."""
+        task = asyncio.get_running_loop().create_task(self._notify())
+        self._notices.add(task)  # the loop itself holds a task only weakly
+        task.add_done_callback(self._notices.discard)
+
+    async def _notify(self) -> None:
         async with self.changed:
             self.changed.notify_all()
 
@@ -191,6 +198,11 @@ class Runs:
         Raises:
             Refused: it is going on, or finished.
         """
+        if live.state == "running":
+            raise Refused(
+                f"run {live.run.id} is going on in round {live.run.next_round}",
+                f"watch it: ibshell fed show {live.run.id} --watch",
+            )
         if live.state == "interrupted":
             live.tell("resumed")
         else:
@@ -203,17 +215,19 @@ class Runs:
 
     async def stop(self, live: _Live) -> RunView:
         """Stop a run; its programs end and its lease is released."""
+        if live.driver is not None:
+            if not live.run.is_over:
+                live.driver.cancel()
+            await asyncio.wait([live.driver])
         if live.run.is_over:
             return self.view(live)
-        if live.driver is not None:
-            live.driver.cancel()
-            await asyncio.wait([live.driver])
         await self._end(live, "stopped", "stopped by request")
         return self.view(live)
 
     def _drive(self, live: _Live) -> None:
         assert self._tasks is not None
         live.driver = self._tasks.create_task(self._run(live))
+        live.driver.add_done_callback(lambda _: live.wake())
 
     async def _run(self, live: _Live) -> None:
         try:
@@ -424,10 +438,12 @@ class Runs:
     async def events(self, live: _Live, after: int, wait_s: float) -> Events:
         """Events after number `after`, waiting for something new if there is none."""
         end = live.first_event + len(live.events)
-        if after >= end and not live.run.is_over:
+        if after >= end and live.state == "running":
             try:
                 async with asyncio.timeout(min(wait_s, 30.0)), live.changed:
-                    await live.changed.wait_for(lambda: live.first_event + len(live.events) > after)
+                    await live.changed.wait_for(
+                        lambda: live.first_event + len(live.events) > after or live.state != "running"
+                    )
             except TimeoutError:
                 log.debug("nothing new in run %s", live.run.id)
         items = live.events[max(0, after - live.first_event) :]

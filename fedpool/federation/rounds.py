@@ -159,13 +159,9 @@ class Run:
         """Check that resuming makes sense.
 
         Raises:
-            Refused: it runs, or it is finished.
+            Refused: it is finished.
         """
         if self.state == "finished":
             raise Refused(
                 f"run {self.id} is finished: all {self.plan.rounds} rounds are done", "start a new one: fed run"
-            )
-        if not self.is_over:
-            raise Refused(
-                f"run {self.id} is going on in round {self.round + 1}", f"watch it: ibshell fed show {self.id}"
             )
