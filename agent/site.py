@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from agent import clock, files
 from agent.backoff import LAST_S, delay
@@ -169,10 +171,10 @@ class SiteAgent:
         for peer in self._hubs:
             self._spawn(peer.notify("lease.changed", LeaseNotice(lease)))
 
-    def _spawn(self, coroutine: object) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
             with contextlib.suppress(Unreachable):  # the hub reads the state when it is back
-                await coroutine  # type: ignore[misc]
+                await coroutine
 
         task = asyncio.get_running_loop().create_task(quietly())
         self._background.add(task)
