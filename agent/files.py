@@ -110,22 +110,6 @@ def reserve(path: Path, size: int) -> None:
         raise StorageFailed(f"no room for {size} bytes at {path}: {error.strerror}", "make room on that disk") from None
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Write a file durably: the old one or the new one is there, never half of either."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageFailed(f"{path} cannot be written: {error.strerror}", "make room on that disk") from None
-
-
 def sync_directory(path: Path) -> None:
     """Make names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -13,7 +13,6 @@ from agent import clock
 from agent.links import SiteLink
 from agent.store.sqlite import SqliteStore
 from fedpool.errors import (
-    Failed,
     IbshellError,
     Insufficient,
     NotFound,
@@ -385,8 +384,3 @@ class Gangs:
                 f"look again later: ibshell lease show {lease_id}",
             ) from None
         return gang.lease
-
-
-def failure(lease: Lease) -> Failed:
-    """What to raise where an active lease was needed."""
-    return Failed(f"lease {lease.id} is {lease.state}{f': {lease.reason}' if lease.reason else ''}")

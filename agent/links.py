@@ -213,10 +213,6 @@ class SiteLink:
         self.seen = clock.wall()
         return answer
 
-    async def refresh(self) -> None:
-        """Ask the site to describe itself anew."""
-        self.description = await self.call("site.describe", Nothing(), SiteDescription)
-
     def note(self, lease: SiteLease) -> None:
         """Keep the picture of the site current; an older report that arrives late changes nothing."""
         if self.description is None:

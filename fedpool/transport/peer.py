@@ -59,11 +59,6 @@ class Peer:
         except TimeoutError:
             raise TimedOut(f"no hello within {HELLO_TIMEOUT_S:.0f} s") from None
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the channel has ended."""
-        return self._closed.is_set()
-
     async def call(
         self, method: str, body: object, expect: type[Answer], timeout_s: float | None = 30.0, key: str = ""
     ) -> Answer:
@@ -170,7 +165,7 @@ class Peer:
                 data = self._session.refuse(request.id, TimedOut(f"{request.method} was not done by its deadline"))
             except IbshellError as error:
                 data = self._session.refuse(request.id, error)
-            except Exception:
+            except Exception:  # a task root: the peer gets an answer, the log the traceback
                 log.exception("%s failed", request.method)
                 data = self._session.refuse(
                     request.id, Failed(f"{request.method} failed inside the agent; its log says why")

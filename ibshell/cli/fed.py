@@ -34,7 +34,6 @@ app = typer.Typer(no_args_is_help=True, help="Federated training: run a plan, wa
 
 PIECE_BYTES = 512 * 1024
 FAILED = 1
-PENDING = 8
 
 COLUMNS = [
     Column("RUN", "id"),
