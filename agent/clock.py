@@ -1,7 +1,7 @@
 """The machine's clocks: CLOCK_BOOTTIME for everything that expires (it counts suspended time), the wall clock for people."""
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 
@@ -15,6 +15,6 @@ def boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def wall() -> str:
-    """The time of day in ISO 8601, UTC, whole seconds."""
-    return datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+def wall(later_s: float = 0.0) -> str:
+    """The time of day, or so many seconds later, in ISO 8601, UTC, whole seconds."""
+    return (datetime.now(UTC) + timedelta(seconds=later_s)).replace(microsecond=0).isoformat().replace("+00:00", "Z")

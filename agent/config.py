@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fedpool.errors import NotFound, UsageError
+from fedpool.leasing.grants import SiteLimits
 from fedpool.names import NAME, RULE
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.transport.identity import parse_public
@@ -28,6 +29,7 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data: directory that programs get as `{data}`.
         minimum_cohort: fewest sites whose sum this site lets anybody see.
         peers: {site: public key} of the sites it may be in a cohort with.
+        policy: what it allows whoever asks.
     """
 
     name: str
@@ -40,6 +42,7 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str = ""
     minimum_cohort: int = 3
     peers: dict[str, str] = {}
+    policy: SiteLimits = SiteLimits()
 
 
 class SiteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Drives the hub's leases: one machine a lease, every decision durable before the sites hear of it."""
+"""Drives the hub's leases: every decision durable before the sites hear of it, their answers the next events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fedpool.errors import (
     Insufficient,
     NotFound,
     Refused,
-    StaleToken,
     TimedOut,
     Unreachable,
     UsageError,
@@ -25,22 +24,22 @@ from fedpool.errors import (
 )
 from fedpool.leasing import lease as life
 from fedpool.leasing.gang import (
-    HOLD_TTL_S,
+    Accepted,
     Ask,
     EndAsked,
-    Gang,
-    GangDecision,
-    GangEvent,
-    Interrupted,
     LeaseRecorded,
-    PartCommitted,
-    PartEnded,
-    PartHeld,
-    PartRefused,
-    site_says,
+    NoticeAsked,
+    Offered,
+    PartFailed,
+    Renewed,
+    Reported,
+    ResizeAsked,
+    Unconfirmed,
+    surely_over,
 )
-from fedpool.leasing.grants import Abort, Commit, Hold, Release, Renew
-from fedpool.records import Lease, Part, SiteLease
+from fedpool.leasing.pool import ForLease, PlanWanted, Pool, PoolDecision, PoolEntry, PoolEvent, Submitted
+from fedpool.leasing.requests import Hold, Renew
+from fedpool.records import Demand, Lease, Part, Shape, SiteLease
 from fedpool.wire.messages import LeaseView, LeaseWanted
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,8 @@ TERM_STREAM = "term"
 HOLD_TIMEOUT_S = 10.0
 ACTIVATION_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
-RETRY_S = 0.5
+SILENT_CHECK_S = 5.0
+WAITS = ("requested", "queued")
 
 
 class TermBegan(msgspec.Struct, frozen=True, tag="term.began"):
@@ -65,36 +65,47 @@ class Gangs:
     Args:
         store: where decisions go.
         links: {site: link}.
+        sites: their names.
         changed: told of every lease that took a new state.
     """
 
-    def __init__(self, store: SqliteStore, links: Mapping[str, SiteLink], changed: Callable[[Lease], None]) -> None:
+    def __init__(
+        self,
+        store: SqliteStore,
+        links: Mapping[str, SiteLink],
+        sites: list[str],
+        changed: Callable[[Lease], None],
+    ) -> None:
+        self.machine = Pool(sites)
         self._store = store
         self._links = links
         self._changed = changed
-        self._gangs: dict[str, Gang] = {}
-        self._failures: dict[str, IbshellError] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._lock = asyncio.Lock()
         self._moved = asyncio.Condition()
         self._tasks: asyncio.TaskGroup | None = None
-        # Needed only until the holds are asked for; what was not decided is aborted after a restart.
-        self._gpu_types: dict[str, str | None] = {}
-        self.term = 0
+        self._plan_due = asyncio.Event()
+        self._plan_at: float | None = None
+
+    @property
+    def term(self) -> int:
+        """The hub's term."""
+        return self.machine.term
 
     async def recover(self, tasks: asyncio.TaskGroup) -> None:
         """Read the decisions back, begin a new term, and carry on what was decided."""
         self._tasks = tasks
-        for entry in self._store.read(STREAM, LeaseRecorded):
-            self._gangs[entry.lease.id] = Gang(entry.lease)
-        self.term = 1 + max((entry.term for entry in self._store.read(TERM_STREAM, TermBegan)), default=0)
+        for entry in self._store.read(STREAM, PoolEntry):
+            self.machine.apply(entry)
+        self.machine.term = 1 + max((entry.term for entry in self._store.read(TERM_STREAM, TermBegan)), default=0)
         await self._store.append(TERM_STREAM, [TermBegan(self.term)])
-        for gang in list(self._gangs.values()):
-            if gang.lease.state in life.LIVE:
-                await self._step(gang.lease.id, Interrupted())
+        for decision in self.machine.interrupted(clock.now()):
+            await self._commit(decision)
+        tasks.create_task(self._keep_planning())
+        tasks.create_task(self._watch_silent())
 
     def leases(self) -> list[Lease]:
         """All leases, oldest first."""
-        return [gang.lease for gang in self._gangs.values()]
+        return [gang.lease for gang in self.machine.gangs.values()]
 
     def find(self, prefix: str) -> Lease:
         """A lease by id or unique prefix.
@@ -102,7 +113,7 @@ class Gangs:
         Raises:
             NotFound: none or several.
         """
-        matching = [gang.lease for key, gang in self._gangs.items() if key.startswith(prefix)]
+        matching = [gang.lease for key, gang in self.machine.gangs.items() if key.startswith(prefix)]
         if not matching:
             raise NotFound(f"no lease {prefix}", "ibshell lease list shows them")
         if len(matching) > 1:
@@ -111,117 +122,130 @@ class Gangs:
 
     def view(self, lease: Lease) -> LeaseView:
         """A lease with what people want to know beside it."""
-        left = max(0.0, lease.deadline - clock.now()) if lease.state == "active" else None
+        now = clock.now()
+        left = max(0.0, lease.deadline - now) if lease.state == "active" else None
         silent = {
             part.site: self._links[part.site].seen
             for part in lease.parts
             if lease.state in life.LIVE and part.site in self._links and not self._links[part.site].is_up
         }
-        return LeaseView(lease, left, silent)
+        if lease.state not in WAITS:
+            return LeaseView(lease, left, silent)
+        machine = self.machine
+        starts = machine.expected_start(lease, now)
+        return LeaseView(lease, left, silent, machine.why(lease, now), starts, machine.ahead(lease, now))
 
-    async def request(self, wanted: LeaseWanted) -> Lease:
-        """Lease devices at several sites, all or none; returns when the lease is active.
+    # --- asking for a lease
 
-        Raises:
-            Insufficient, Refused, Unreachable, UsageError: there is no lease, and no device is held for it.
-        """
-        if wanted.gpus < 1:
-            raise UsageError(f"{wanted.gpus} GPUs", "ask for at least one")
-        if wanted.duration_s <= 0:
-            raise UsageError(f"a lease of {wanted.duration_s} s", "name a positive duration, for example --for 1h")
-        shares = self._distribute(wanted)
-        lease = Lease(
-            id=self._new_id(),
-            tenant=wanted.tenant,
-            state="requested",
-            parts=tuple(Part(site, gpus) for site, gpus in shares.items()),
-            duration_s=wanted.duration_s,
-            requested_at=clock.wall(),
+    def lease_of(self, wanted: LeaseWanted) -> Lease:
+        """A request as a lease that is not there yet."""
+        demand = Demand(
+            gpus=wanted.gpus,
+            gpus_max=wanted.gpus_max,
+            shape=Shape(
+                kinds=tuple(wanted.gpu_type.split(",")) if wanted.gpu_type else (),
+                memory_min_bytes=wanted.memory_min_bytes,
+                memory_max_bytes=wanted.memory_max_bytes,
+                milli=wanted.milli,
+                devices=tuple(self._uuid(name) for name in wanted.devices),
+                same_leaf=wanted.same_leaf,
+                spread=wanted.spread,
+                avoid=tuple(wanted.avoid),
+            ),
+            sites=wanted.sites,
+            site_names=tuple(wanted.site_names),
+            per_site_min=wanted.per_site_min,
+            priority=wanted.priority,
+            not_before=clock.now() + wanted.starts_in_s if wanted.starts_in_s else 0.0,
+            max_wait_s=wanted.max_wait_s,
         )
-        gang = Gang(lease)
-        self._gangs[lease.id] = gang
-        self._gpu_types[lease.id] = wanted.gpu_type
-        try:
-            await self._commit(gang, gang.start())
-        except IbshellError:
-            del self._gangs[lease.id]
-            raise
-        try:
-            final = await self._wait(
-                lease.id, lambda found: found.state not in ("requested", "held"), ACTIVATION_TIMEOUT_S
-            )
-        except TimedOut:
-            await self._step(lease.id, EndAsked("failed: not every site answered in time"))
-            raise
-        if final.state != "active":
-            raise self._failures.pop(lease.id, Refused(f"lease {lease.id} was not granted: {final.reason}"))
-        return final
+        if wanted.starts_in_s < 0:
+            raise UsageError(f"a start {-wanted.starts_in_s:.0f} s ago", "name a time that is still to come")
+        new = self._new_id()
+        starts_at = clock.wall(wanted.starts_in_s) if wanted.starts_in_s else ""
+        return Lease(
+            new,
+            wanted.tenant,
+            "requested",
+            demand,
+            wanted.duration_s,
+            clock.wall(),
+            submitted=clock.now(),
+            starts_at=starts_at,
+        )
 
     def _new_id(self) -> str:
-        while (new := secrets.token_hex(4)) in self._gangs:
+        while (new := secrets.token_hex(4)) in self.machine.gangs:
             pass
         return new
 
-    def _distribute(self, wanted: LeaseWanted) -> dict[str, int]:
-        """How many devices at which site: evenly over the named or the fullest sites."""
-        free = {name: self._free(link, wanted.gpu_type) for name, link in self._links.items() if link.is_up}
-        for name in wanted.site_names:
-            if name not in self._links:
-                raise NotFound(f"no site {name!r}", f"the pool's sites: {', '.join(sorted(self._links)) or 'none'}")
-            if name not in free:
-                raise Unreachable(f"{name} cannot be reached", self._links[name].error.message)
-        known = sum(
-            gpu.type == wanted.gpu_type or wanted.gpu_type is None
-            for link in self._links.values()
-            if link.description is not None
-            for gpu in link.description.inventory.gpus()
-        )
-        kind = wanted.gpu_type or "GPU"
-        if known < wanted.gpus:
-            raise Insufficient(
-                f"{wanted.gpus} {kind} asked for; the pool has {known}", "ask for fewer, or another type"
-            )
-        if sum(free.values()) < wanted.gpus:
-            raise Insufficient(
-                f"{wanted.gpus} {kind} asked for; {sum(free.values())} of {known} are free",
-                "ibshell lease list shows who has them",
-            )
-        names = wanted.site_names
-        if not names:
-            count = wanted.sites or self._fewest(free, wanted.gpus)
-            if count > wanted.gpus:
-                raise UsageError(f"{wanted.gpus} GPUs over {count} sites", "each site needs at least one")
-            if count > len(free):
-                raise Insufficient(f"{count} sites asked for; {len(free)} can be reached", "ibshell site list says why")
-            least = -(-wanted.gpus // count)
-            names = sorted(free, key=lambda name: (free[name] < least, -free[name], name))[:count]
-        each, extra = divmod(wanted.gpus, len(names))
-        if not each:
-            raise UsageError(f"{wanted.gpus} GPUs over {len(names)} sites", "each site needs at least one")
-        return {name: each + (i < extra) for i, name in enumerate(sorted(names, key=lambda n: (-free[n], n)))}
+    def _uuid(self, name: str) -> str:
+        """A device by UUID or as SITE:NODE/INDEX.
 
-    @staticmethod
-    def _fewest(free: Mapping[str, int], gpus: int) -> int:
-        count = total = 0
-        for size in sorted(free.values(), reverse=True):
-            count, total = count + 1, total + size
-            if total >= gpus:
-                break
-        return max(1, count)
+        Raises:
+            NotFound: no site has it.
+        """
+        for site in self.machine.capacity.sites.values():
+            for device in site.devices:
+                if name in (device.uuid, f"{site.name}:{device.node}/{device.label}"):
+                    return device.uuid
+        raise NotFound(f"no device {name!r}", "ibshell gpu list shows them")
 
-    @staticmethod
-    def _free(link: SiteLink, gpu_type: str | None) -> int:
-        description = link.description
-        if description is None:
-            return 0
-        taken = {grant.uuid for lease in description.leases if lease.occupies for grant in lease.grants}
-        return sum(g.uuid not in taken and gpu_type in (None, g.type) for g in description.inventory.gpus())
+    def foresee(self, wanted: LeaseWanted) -> LeaseView:
+        """What a request would meet, without asking.
+
+        Raises:
+            IbshellError: it would be refused, and why.
+        """
+        lease, now = self.lease_of(wanted), clock.now()
+        self.machine.step(Submitted(lease), now)
+        found = self.machine.queue.earliest(lease, now)
+        starts = None if found is None else max(0.0, found.start - now)
+        return LeaseView(lease, None, {}, "" if starts == 0 else self.machine.why(lease, now), starts)
+
+    async def request(self, wanted: LeaseWanted) -> Lease:
+        """Lease devices at several sites, all or none; returns when the lease is active, or waits where it may.
+
+        Raises:
+            IbshellError: there is no lease, and no device is held for it.
+        """
+        lease = self.lease_of(wanted)
+        await self._step(Submitted(lease))
+        try:
+            final = await self._wait(
+                lease.id,
+                lambda found: (
+                    found.state not in ("requested", "held")
+                    and not (found.state == "queued" and self.machine.gangs[lease.id].placing)
+                ),
+                ACTIVATION_TIMEOUT_S,
+            )
+        except TimedOut:
+            await self._step(ForLease(lease.id, EndAsked("failed: not every site answered in time")))
+            raise
+        if final.state not in ("active", "queued"):
+            failure = self.machine.gangs[lease.id].failure
+            if failure is not None:
+                raise from_wire(failure.code, failure.message, failure.hint)
+            if final.state == "aborted":
+                raise Insufficient(final.reason, "ibshell lease list shows who has them; --wait 1h waits for them")
+            raise Refused(f"lease {lease.id} was not granted: {final.reason}")
+        return final
+
+    async def wait(self, lease_id: str, state: str, wait_s: float) -> Lease:
+        """A lease once it is in another state than this one, or as it is after so many seconds."""
+        try:
+            return await self._wait(lease_id, lambda found: found.state != state, wait_s)
+        except TimedOut:
+            return self.machine.gangs[lease_id].lease
+
+    # --- changing one
 
     async def renew(self, lease: Lease, duration_s: float) -> Lease:
         """Let a lease end `duration_s` seconds from now, at every site.
 
         Raises:
-            Refused: it is not active, or a site refused.
+            Refused: it is not active, a site refused, or the devices are promised to a reservation.
             Unreachable: a site is silent; the others are renewed, and asking again is safe.
         """
         if duration_s <= 0:
@@ -229,32 +253,38 @@ class Gangs:
         if lease.state != "active":
             raise Refused(f"lease {lease.id} is {lease.state}{f': {lease.reason}' if lease.reason else ''}, not active")
         sent = clock.now()
-        problems = []
+        blocking = self.machine.queue.timeline.blocks(lease, sent + duration_s)
+        if blocking is not None:
+            at = self.machine.gangs[blocking].lease.starts_at
+            raise Refused(
+                f"lease {lease.id} cannot go on for so long: its devices are reserved for lease {blocking} at {at}",
+                "renew for less",
+            )
+        refused: dict[str, IbshellError] = {}
         async with asyncio.TaskGroup() as asks:
             answers = {part.site: asks.create_task(self._renew_part(lease, part, duration_s)) for part in lease.parts}
         for site, answer in answers.items():
-            if answer.result() is not None:
-                problems.append(f"{site}: {answer.result()}")
-        if problems:
-            raise Unreachable(
-                f"lease {lease.id} was renewed at {len(answers) - len(problems)} of {len(answers)} sites ({'; '.join(problems)})",
+            error = answer.result()
+            if error is not None:
+                refused[site] = error
+        if refused:
+            words = "; ".join(f"{site}: {error.message}" for site, error in refused.items())
+            kind = Unreachable if any(isinstance(error, Unreachable) for error in refused.values()) else Refused
+            raise kind(
+                f"lease {lease.id} was renewed at {len(answers) - len(refused)} of {len(answers)} sites ({words})",
                 "ask again when they answer: a renewal may be repeated",
             )
-        renewed = msgspec.structs.replace(lease, duration_s=duration_s, deadline=sent + duration_s)
-        async with self._lock(lease.id):
-            entry = LeaseRecorded(renewed)
-            await self._store.append(STREAM, [entry])
-            self._gangs[lease.id].apply(entry)
-        return renewed
+        await self._step(ForLease(lease.id, Renewed(duration_s, sent)))
+        return self.machine.gangs[lease.id].lease
 
-    async def _renew_part(self, lease: Lease, part: Part, duration_s: float) -> str | None:
+    async def _renew_part(self, lease: Lease, part: Part, duration_s: float) -> IbshellError | None:
         try:
             await self._links[part.site].call("lease.renew", Renew(lease.id, duration_s, self.term), SiteLease)
         except IbshellError as error:
-            return error.message
+            return error
         return None
 
-    async def end(self, lease: Lease, reason: str, wait: bool = True) -> Lease:
+    async def end(self, lease: Lease, reason: str) -> Lease:
         """End a lease at every site; returns when all have confirmed that its processes are gone.
 
         Raises:
@@ -262,123 +292,183 @@ class Gangs:
         """
         if lease.state in life.FINAL:
             return lease
-        await self._step(lease.id, EndAsked(reason))
-        if not wait:
-            return self._gangs[lease.id].lease
+        await self._step(ForLease(lease.id, EndAsked(reason)))
         return await self._wait(lease.id, lambda found: found.state in life.FINAL, END_TIMEOUT_S)
+
+    async def revoke(self, lease: Lease, reason: str, grace_s: float) -> Lease:
+        """End somebody's lease, at once or after a grace in which its jobs are told."""
+        if grace_s > 0 and lease.state == "active":
+            await self._step(ForLease(lease.id, NoticeAsked(reason, grace_s)))
+            return self.machine.gangs[lease.id].lease
+        return await self.end(lease, f"revoked: {reason}")
+
+    async def resize(self, lease: Lease, gpus: int) -> Lease:
+        """Let an elastic lease have so many devices, as even over its sites as now.
+
+        Raises:
+            Refused: it is not elastic, or not active.
+        """
+        demand = lease.demand
+        if not demand.gpus <= gpus <= demand.most:
+            raise Refused(
+                f"lease {lease.id} may have {demand.gpus} to {demand.most} devices; {gpus} asked for",
+                "ask for a lease with --gpus FEWEST..MOST",
+            )
+        left, target = gpus, {}
+        for position, part in enumerate(lease.parts):
+            target[part.site] = left // (len(lease.parts) - position)
+            left -= target[part.site]
+        await self._step(ForLease(lease.id, ResizeAsked(target, self.machine.queue.grace_s)))
+        return await self.wait(lease.id, "", 0.0)
+
+    async def offer(self, lease: Lease, tenant: str) -> Lease:
+        """Offer a lease to another tenant, or take the offer back ("")."""
+        if tenant:
+            self.machine.tenants.require(tenant)
+        await self._step(ForLease(lease.id, Offered(tenant)))
+        return self.machine.gangs[lease.id].lease
+
+    async def accept(self, lease: Lease, tenant: str) -> Lease:
+        """Take a lease that was offered.
+
+        Raises:
+            Refused: it was not offered to this tenant.
+        """
+        if lease.offered_to != tenant:
+            raise Refused(
+                f"lease {lease.id} is not offered to {tenant}", f"its holder says: ibshell lease offer {lease.id}"
+            )
+        await self._step(ForLease(lease.id, Accepted()))
+        return await self._wait(lease.id, lambda found: not found.next_tenant, END_TIMEOUT_S)
+
+    # --- the sites' side
 
     async def site_up(self, link: SiteLink) -> None:
         """A site has connected: settle what the hub and the site see differently."""
-        assert link.description is not None
-        reported = {lease.id: lease for lease in link.description.leases}
-        for gang in list(self._gangs.values()):
-            if not any(part.site == link.name for part in gang.lease.parts):
-                continue
-            word = site_says(gang.lease, link.name, reported.get(gang.lease.id))
-            if isinstance(word, Ask):
-                self._ask(gang.lease.id, word)
-            elif word is not None:
-                await self._step(gang.lease.id, word)
+        description = link.description
+        assert description is not None
+        self.machine.site_described(link.name, description.inventory, description.leases, description.cordons)
+        reported = {lease.id: lease for lease in description.leases}
+        for gang in list(self.machine.gangs.values()):
+            if any(part.site == link.name for part in gang.lease.parts) and not gang.placing:
+                await self._step(ForLease(gang.lease.id, Reported(link.name, reported.pop(gang.lease.id, None))))
+        for lease_id, lease in reported.items():
+            if lease.occupies and lease_id in self.machine.gangs:
+                await self._step(ForLease(lease_id, Reported(link.name, lease)))
+        self._plan_due.set()
+
+    def site_down(self, link: SiteLink) -> None:
+        """A site is silent."""
+        self.machine.site_lost(link.name)
+
+    def site_cordoned(self, link: SiteLink, cordons: dict[str, str]) -> None:
+        """What a site grants has changed."""
+        link.cordoned(cordons)
+        self.machine.site_cordoned(link.name, cordons)
+        self._plan_due.set()
 
     async def site_changed(self, link: SiteLink, lease: SiteLease) -> None:
-        """A site tells of a lease that changed by itself."""
+        """A site tells of a lease that changed."""
         link.note(lease)
-        gang = self._gangs.get(lease.id)
-        if gang is not None and lease.state in life.FINAL and lease.state != "aborted":
-            reason = gang.lease.reason if gang.lease.state == "ending" else lease.reason
-            await self._step(lease.id, PartEnded(link.name, reason))
+        await self._step(ForLease(lease.id, Reported(link.name, lease)))
 
-    def _lock(self, lease_id: str) -> asyncio.Lock:
-        return self._locks.setdefault(lease_id, asyncio.Lock())
+    # --- driving the machine
 
-    async def _step(self, lease_id: str, event: GangEvent) -> None:
-        gang = self._gangs[lease_id]
-        async with self._lock(lease_id):
-            before = gang.lease.state
-            await self._commit(gang, gang.step(event, clock.now()))
-        if gang.lease.state != before:
-            self._changed(gang.lease)
+    async def put(self, event: PoolEvent) -> None:
+        """Put an event to the machine; what it decides is durable when this returns.
+
+        Raises:
+            IbshellError: it refuses, and nothing has changed.
+        """
+        await self._step(event)
+
+    async def _step(self, event: PoolEvent) -> None:
+        async with self._lock:
+            await self._commit(self.machine.step(event, clock.now()))
+
+    async def _commit(self, decision: PoolDecision) -> None:
+        await self._store.append(STREAM, decision.entries)
+        for entry in decision.entries:
+            self._apply(entry)
+        for effect in decision.effects:
+            self._ask(effect)
+        if decision.wake_at is not None and (self._plan_at is None or decision.wake_at < self._plan_at):
+            self._plan_at = decision.wake_at
+        if self.machine.queue.is_dirty or decision.wake_at is not None:
+            self._plan_due.set()
         async with self._moved:
             self._moved.notify_all()
 
-    async def _commit(self, gang: Gang, decision: GangDecision) -> None:
-        await self._store.append(STREAM, decision.entries)
-        for entry in decision.entries:
-            gang.apply(entry)
-        for effect in decision.effects:
-            self._ask(gang.lease.id, effect)
+    def _apply(self, entry: PoolEntry) -> None:
+        before = self.machine.gangs.get(entry.lease.id) if isinstance(entry, LeaseRecorded) else None
+        state = before.lease.state if before else ""
+        self.machine.apply(entry)
+        if isinstance(entry, LeaseRecorded) and entry.lease.state != state:
+            self._changed(entry.lease)
 
-    def _ask(self, lease_id: str, ask: Ask) -> None:
-        assert self._tasks is not None
-        self._tasks.create_task(self._carry_out(lease_id, ask))
-
-    async def _carry_out(self, lease_id: str, ask: Ask) -> None:
-        try:
-            event = await self._question(lease_id, ask)
-            if event is not None:
-                await self._step(lease_id, event)
-        except Refused as error:
-            log.info("lease %s: %s", lease_id, error)
-        except IbshellError as error:
-            log.error("lease %s at %s: %s", lease_id, ask.site, error)
-
-    async def _question(self, lease_id: str, ask: Ask) -> GangEvent | None:
-        """Put one question to a site until it is answered; a hold is asked once."""
-        link = self._links.get(ask.site)
-        lease = self._gangs[lease_id].lease
-        part = next(part for part in lease.parts if part.site == ask.site)
+    async def _keep_planning(self) -> None:
+        """Plan whenever something changed, and when time alone may change something."""
         while True:
+            wait = None if self._plan_at is None else max(0.0, self._plan_at - clock.now())
             try:
-                if link is None:
-                    return PartEnded(ask.site, f"failed: {ask.site} is no longer in the pool")
-                match ask.verb:
-                    case "hold":
-                        hold = Hold(
-                            lease_id, lease.tenant, part.gpus, HOLD_TTL_S, self.term, self._gpu_types.get(lease_id)
-                        )
-                        held = await link.call("lease.hold", hold, SiteLease, HOLD_TIMEOUT_S)
-                        link.note(held)
-                        return PartHeld(ask.site, held.grants)
-                    case "commit":
-                        commit = Commit(lease_id, lease.duration_s, self.term)
-                        link.note(await link.call("lease.commit", commit, SiteLease))
-                        return PartCommitted(ask.site)
-                    case "abort":
-                        link.note(await link.call("lease.abort", Abort(lease_id, self.term), SiteLease))
-                        return None
-                    case _:
-                        release = Release(lease_id, self.term, lease.reason)
-                        ended = await link.call("lease.release", release, SiteLease)
-                        link.note(ended)
-                        # While its processes are being ended the site's notice will say when they are gone.
-                        return PartEnded(ask.site, lease.reason) if ended.state in life.FINAL else None
-            except Unreachable as error:
-                if ask.verb == "hold":
-                    self._failures[lease_id] = error
-                    return PartRefused(ask.site, f"{ask.site} did not answer: {error.message}")
-                if ask.verb == "abort":
-                    return None  # the hold lapses by itself
-                if link is not None and not link.is_up:
-                    return None  # asked again when the site is back
-                await asyncio.sleep(RETRY_S)
-            except NotFound:
-                return PartEnded(ask.site, lease.reason) if ask.verb == "release" else None
-            except StaleToken as error:
-                log.error("%s: %s", ask.site, error)
-                return PartRefused(ask.site, error.message)
+                await asyncio.wait_for(self._plan_due.wait(), wait)
+            except TimeoutError:
+                self.machine.queue.mark()
+            self._plan_due.clear()
+            if self._plan_at is not None and self._plan_at <= clock.now():
+                self._plan_at = None
+                self.machine.queue.mark()
+            if not self.machine.queue.is_dirty:
+                continue
+            try:
+                await self._step(PlanWanted())
             except IbshellError as error:
-                if ask.verb in ("hold", "commit"):
-                    self._failures[lease_id] = from_wire(error.code, error.message, error.hint)
-                    return PartRefused(ask.site, error.message)
-                raise
+                log.error("what was planned could not be recorded: %s", error)
+                self._plan_at = clock.now() + 1.0
+
+    async def _watch_silent(self) -> None:
+        """A lease whose time is long over at a silent site is over: that site's agent has ended it by itself."""
+        while True:
+            await asyncio.sleep(SILENT_CHECK_S)
+            for lease in list(self.machine.running.values()):
+                silent = tuple(p.site for p in lease.parts if p.is_live and not self.machine.capacity.sites[p.site].up)
+                if silent and lease.started and clock.now() > surely_over(lease):
+                    await self._step(ForLease(lease.id, Unconfirmed(silent)))
+
+    def _ask(self, ask: Ask) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(self._carry_out(ask))
+
+    async def _carry_out(self, ask: Ask) -> None:
+        if ask.after_s:
+            await asyncio.sleep(ask.after_s)
+        event = await self._question(ask)
+        try:
+            await self._step(ForLease(ask.lease, event))
+        except Refused as error:
+            log.info("lease %s: %s", ask.lease, error)
+        except IbshellError as error:
+            log.error("lease %s at %s: %s", ask.lease, ask.site, error)
+
+    async def _question(self, ask: Ask) -> Reported | PartFailed:
+        link = self._links.get(ask.site)
+        if link is None:
+            return Reported(ask.site, None)
+        timeout = HOLD_TIMEOUT_S if isinstance(ask.what, Hold) else 30.0
+        try:
+            report = await link.call(f"lease.{type(ask.what).__struct_config__.tag}", ask.what, SiteLease, timeout)
+        except IbshellError as error:
+            return PartFailed(ask.site, ask.what, error)
+        link.note(report)
+        return Reported(ask.site, report)
 
     async def _wait(self, lease_id: str, done: Callable[[Lease], bool], timeout_s: float) -> Lease:
-        gang = self._gangs[lease_id]
+        gang = self.machine.gangs[lease_id]
         try:
             async with asyncio.timeout(timeout_s), self._moved:
                 await self._moved.wait_for(lambda: done(gang.lease))
         except TimeoutError:
-            waiting = [part.site for part in gang.lease.parts if part.state not in ("ended", "refused")]
+            waiting = [part.site for part in gang.lease.parts if part.is_live]
             raise TimedOut(
                 f"lease {lease_id} is still {gang.lease.state} after {timeout_s:.0f} s; waiting for {', '.join(waiting)}",
                 f"look again later: ibshell lease show {lease_id}",

@@ -19,8 +19,11 @@ from agent.gangs import Gangs
 from agent.runs import Runs
 from agent.store.sqlite import SqliteStore
 from fedpool.errors import IbshellError, NotFound, StorageFailed, UsageError
-from fedpool.names import NAME, RULE, require_id
-from fedpool.records import Lease
+from fedpool.leasing.demand import nearest
+from fedpool.leasing.pool import TenantDropped, TenantSet
+from fedpool.leasing.requests import Cordon, Uncordon
+from fedpool.names import require_id
+from fedpool.records import Lease, Tenant
 from fedpool.transport import local, ssh
 from fedpool.transport.identity import Identity, parse_public
 from fedpool.transport.peer import Peer
@@ -28,12 +31,19 @@ from fedpool.transport.stream import Stream
 from fedpool.wire.idempotency import Answers
 from fedpool.wire.messages import (
     ById,
+    CordonState,
+    CordonWanted,
     EventsWanted,
+    LeaseAwaited,
+    LeaseEnding,
     LeaseNotice,
+    LeaseOffer,
     LeaseRenewal,
+    LeaseSize,
     LeaseWanted,
     ModelWanted,
     RunWanted,
+    TenantNamed,
     Upload,
     UploadState,
 )
@@ -67,11 +77,11 @@ class Hub:
         self._store = SqliteStore(self._state / "hub.db")
         self._started = clock.now()
         self.links: dict[str, links.SiteLink] = {}
-        self.gangs = Gangs(self._store, self.links, self._lease_changed)
+        self.gangs = Gangs(self._store, self.links, [entry.name for entry in config.site], self._lease_changed)
         self.runs = Runs(self._store, self.gangs, self.links, self._state / "runs")
         for entry in config.site:
             self.links[entry.name] = links.SiteLink(
-                entry, self.identity, self.runs.source, self.gangs.site_up, self._site_notice
+                entry, self.identity, self.runs.source, self.gangs.site_up, self.gangs.site_down, self._site_notice
             )
         self._answers: Answers[asyncio.Task[object]] = Answers()
         self._tasks: asyncio.TaskGroup | None = None
@@ -84,8 +94,19 @@ class Hub:
             "lease.request": (LeaseWanted, self._lease_request),
             "lease.list": (msgspec.Struct, lambda _: hub_views.leases(self.gangs, self.links)),
             "lease.show": (ById, lambda body: self.gangs.view(self.gangs.find(body.id))),
+            "lease.wait": (LeaseAwaited, self._lease_wait),
             "lease.renew": (LeaseRenewal, self._lease_renew),
             "lease.release": (ById, self._lease_release),
+            "lease.revoke": (LeaseEnding, self._lease_revoke),
+            "lease.resize": (LeaseSize, self._lease_resize),
+            "lease.offer": (LeaseOffer, self._lease_offer),
+            "lease.accept": (LeaseOffer, self._lease_accept),
+            "tenant.list": (msgspec.Struct, lambda _: hub_views.tenants(self.gangs)),
+            "tenant.show": (TenantNamed, lambda body: hub_views.tenant(self.gangs, body.name)),
+            "tenant.set": (Tenant, self._tenant_set),
+            "tenant.remove": (TenantNamed, self._tenant_remove),
+            "site.cordon": (CordonWanted, lambda body: self._cordon(body, True)),
+            "site.uncordon": (CordonWanted, lambda body: self._cordon(body, False)),
             "upload": (Upload, self._upload),
             "fed.run": (RunWanted, self._fed_run),
             "fed.list": (msgspec.Struct, lambda _: hub_views.runs(self.runs)),
@@ -171,7 +192,7 @@ class Hub:
         if found is not None:
             return await asyncio.shield(found)
         result = answer(body)
-        if not asyncio.iscoroutine(result) or request.method == "fed.events":
+        if not asyncio.iscoroutine(result) or request.method in ("fed.events", "lease.wait"):
             return await result if asyncio.iscoroutine(result) else result
         # A change goes on to its end even if the asker hangs up: half a lease helps nobody. It is remembered while it goes on,
         # so that the same request sent twice at once is carried out once; one that failed may be tried again.
@@ -190,15 +211,51 @@ class Hub:
         )
 
     async def _lease_request(self, wanted: LeaseWanted) -> object:
-        if not NAME.fullmatch(wanted.tenant):
-            raise UsageError(f"tenant {wanted.tenant!r} is no name: {RULE}")
+        if wanted.dry_run:
+            return self.gangs.foresee(wanted)
         return self.gangs.view(await self.gangs.request(wanted))
+
+    async def _lease_wait(self, wanted: LeaseAwaited) -> object:
+        return self.gangs.view(await self.gangs.wait(self.gangs.find(wanted.id).id, wanted.state, wanted.wait_s))
 
     async def _lease_renew(self, wanted: LeaseRenewal) -> object:
         return self.gangs.view(await self.gangs.renew(self.gangs.find(wanted.id), wanted.duration_s))
 
     async def _lease_release(self, wanted: ById) -> object:
         return self.gangs.view(await self.gangs.end(self.gangs.find(wanted.id), "released"))
+
+    async def _lease_revoke(self, wanted: LeaseEnding) -> object:
+        lease = self.gangs.find(wanted.id)
+        return self.gangs.view(await self.gangs.revoke(lease, wanted.reason, wanted.grace_s))
+
+    async def _lease_resize(self, wanted: LeaseSize) -> object:
+        return self.gangs.view(await self.gangs.resize(self.gangs.find(wanted.id), wanted.gpus))
+
+    async def _lease_offer(self, wanted: LeaseOffer) -> object:
+        return self.gangs.view(await self.gangs.offer(self.gangs.find(wanted.id), wanted.tenant))
+
+    async def _lease_accept(self, wanted: LeaseOffer) -> object:
+        return self.gangs.view(await self.gangs.accept(self.gangs.find(wanted.id), wanted.tenant))
+
+    async def _tenant_set(self, tenant: Tenant) -> object:
+        await self.gangs.put(TenantSet(tenant))
+        return hub_views.tenant(self.gangs, tenant.name)
+
+    async def _tenant_remove(self, wanted: TenantNamed) -> object:
+        view = hub_views.tenant(self.gangs, wanted.name)
+        await self.gangs.put(TenantDropped(wanted.name))
+        return view
+
+    async def _cordon(self, wanted: CordonWanted, on: bool) -> CordonState:
+        link = self.links.get(wanted.site)
+        if link is None:
+            raise NotFound(f"no site {wanted.site!r}", nearest(wanted.site, self.links, "ibshell site list shows them"))
+        what = wanted.what
+        term = self.gangs.term
+        event = Cordon(what, wanted.reason, term) if on else Uncordon(what, term)
+        state = await link.call("site.cordon" if on else "site.uncordon", event, CordonState)
+        self.gangs.site_cordoned(link, state.cordons)
+        return state
 
     def _upload_path(self, upload_id: str) -> Path:
         return self._state / "uploads" / require_id(upload_id, "upload")

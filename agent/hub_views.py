@@ -10,10 +10,12 @@ from agent.gangs import Gangs
 from agent.links import SiteLink
 from agent.runs import Runs
 from fedpool import __version__
+from fedpool.errors import NotFound
 from fedpool.leasing import lease as life
+from fedpool.leasing.demand import nearest
 from fedpool.records import SiteLease
 from fedpool.transport.identity import fingerprint
-from fedpool.wire.messages import Listing, SiteError
+from fedpool.wire.messages import Listing, SiteError, TenantView
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
@@ -77,7 +79,17 @@ def sites(links: Mapping[str, SiteLink]) -> Listing:
     for link in links.values():
         d = link.description
         gpus = d.inventory.gpus() if d else []
-        state = "unknown" if d is None else "silent" if not link.is_up else "recovering" if d.recovering else "up"
+        state = (
+            "unknown"
+            if d is None
+            else "silent"
+            if not link.is_up
+            else "recovering"
+            if d.recovering
+            else "drained"
+            if "" in d.cordons
+            else "up"
+        )
         items.append(
             {
                 "name": link.name,
@@ -192,12 +204,50 @@ def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "sites": len(lease.parts),
                 "expires_in_s": None if view.expires_in_s is None else round(view.expires_in_s, 1),
                 "requested_at": lease.requested_at,
-                "reason": lease.reason,
+                "reason": lease.reason or lease.notice or view.waits_for,
                 "site_names": [part.site for part in lease.parts],
             }
         )
     items += [_orphan(link.name, lease) for link in _described(links) for lease in _unknown(link, known)]
     return Listing(items, _missing(links), _as_of(links))
+
+
+def tenant(gangs: Gangs, name: str) -> TenantView:
+    """One tenant.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    tenants = gangs.machine.tenants
+    if name not in tenants.known:
+        raise NotFound(f"no tenant {name!r}", nearest(name, tenants.known, "ibshell tenant list shows them"))
+    kinds = {kind for who, kind, _ in tenants.held if who == name}
+    return TenantView(
+        tenants.known[name],
+        tenants.holds(name),
+        sum(tenants.borrowed(name, kind) for kind in kinds),
+        round(tenants.used(name, clock.now()) / 3600, 2),
+    )
+
+
+def tenants(gangs: Gangs) -> Listing:
+    """One row a tenant."""
+    items = []
+    for name in gangs.machine.tenants.known:
+        view = tenant(gangs, name)
+        items.append(
+            {
+                "name": name,
+                "gpus_held": view.gpus_held,
+                "gpus_guaranteed": sum(quota.gpus for quota in view.tenant.quotas),
+                "gpus_borrowed": view.gpus_borrowed,
+                "device_hours": view.device_hours,
+                "weight": view.tenant.weight,
+                "highest": view.tenant.highest,
+                "quotas": [f"{q.kind}@{q.site}={q.gpus}" for q in view.tenant.quotas],
+            }
+        )
+    return Listing(items)
 
 
 def runs(all_runs: Runs) -> Listing:

@@ -10,13 +10,14 @@ from agent.store.sqlite import SqliteStore
 from fedpool.errors import IbshellError
 from fedpool.leasing.grants import (
     EndProcesses,
+    GrantDecision,
     GrantEntry,
-    GrantEvent,
     LeaseChanged,
-    ProcessesGone,
     SiteGrants,
-    Tick,
+    SiteLimits,
+    WarnProcesses,
 )
+from fedpool.leasing.requests import Cordon, LeaseEvent, ProcessesGone, Tick, Uncordon
 from fedpool.records import Inventory, SiteLease
 
 log = logging.getLogger(__name__)
@@ -30,19 +31,26 @@ class SiteLeases:
     Args:
         site: its name.
         inventory: its devices.
+        limits: what the site allows.
         store: where entries go.
         changed: told of every change, after it is durable.
     """
 
     def __init__(
-        self, site: str, inventory: Inventory, store: SqliteStore, changed: Callable[[SiteLease], None]
+        self,
+        site: str,
+        inventory: Inventory,
+        limits: SiteLimits,
+        store: SqliteStore,
+        changed: Callable[[SiteLease], None],
     ) -> None:
-        self.machine = SiteGrants(site, inventory)
+        self.machine = SiteGrants(site, inventory, limits)
         self._store = store
         self._changed = changed
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way: set[EndProcesses | WarnProcesses] = set()
 
     async def recover(self) -> None:
         """Read the entries back, end what a dead run of this agent left behind, then open for grants."""
@@ -55,7 +63,7 @@ class SiteLeases:
             await local.end(local.mark_of(self.machine.site, lease_id))
         self.machine.recovering = False
         for lease in list(self.machine.leases.values()):
-            if lease.state == "ending":
+            if lease.state == "ending" or lease.next_tenant:
                 await self.step(ProcessesGone(lease.id))
 
     async def run(self) -> None:
@@ -79,43 +87,65 @@ class SiteLeases:
         self._start(decision.effects)
         return decision.wake_at
 
-    async def step(self, event: GrantEvent) -> SiteLease:
+    async def step(self, event: LeaseEvent | ProcessesGone) -> SiteLease:
         """Put an event to the machine; the answer is durable.
 
         Raises:
             IbshellError: see `SiteGrants.step`; nothing has changed.
         """
+        decision = await self._step(event)
+        said = [reply for reply in decision.replies if isinstance(reply, SiteLease)]
+        return said[-1] if said else self.machine.leases[event.lease]
+
+    async def cordon(self, event: Cordon | Uncordon) -> None:
+        """Grant nothing new on something, or again.
+
+        Raises:
+            IbshellError: see `SiteGrants.step`; nothing has changed.
+        """
+        await self._step(event)
+
+    async def _step(self, event: LeaseEvent | ProcessesGone | Cordon | Uncordon) -> GrantDecision:
         async with self._lock:
             decision = self.machine.step(event, clock.now())
             await self._commit(decision.entries)
         self._start(decision.effects)
         self._wake.set()
-        if decision.replies:
-            return decision.replies[-1]
-        assert isinstance(event, ProcessesGone)
-        return self.machine.leases[event.lease]
+        return decision
 
     async def _commit(self, entries: Sequence[GrantEntry]) -> None:
         await self._store.append(STREAM, entries)
         for entry in entries:
             self.machine.apply(entry)
-        self.machine.check()
         for entry in entries:
             if isinstance(entry, LeaseChanged):
                 self._changed(entry.lease)
 
-    def _start(self, effects: Sequence[EndProcesses]) -> None:
+    def _start(self, effects: Sequence[EndProcesses | WarnProcesses]) -> None:
         for effect in effects:
-            task = asyncio.get_running_loop().create_task(self._end(effect))
+            if effect in self._under_way:
+                continue
+            self._under_way.add(effect)
+            task = asyncio.get_running_loop().create_task(self._carry_out(effect))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _end(self, effect: EndProcesses) -> None:
+    async def _carry_out(self, effect: EndProcesses | WarnProcesses) -> None:
+        try:
+            mark = local.mark_of(self.machine.site, effect.lease)
+            if isinstance(effect, WarnProcesses):
+                await local.warn(mark)
+            else:
+                await self._end(effect, mark)
+        finally:
+            self._under_way.discard(effect)
+
+    async def _end(self, effect: EndProcesses, mark: str) -> None:
         """Kill, confirm, free; a process that does not die keeps its devices occupied."""
         while True:
             try:
-                await local.end(local.mark_of(self.machine.site, effect.lease))
-                await self.step(ProcessesGone(effect.lease))
+                await local.end(mark)
+                await self.step(ProcessesGone(effect.lease, effect.devices))
                 return
             except IbshellError as error:
                 log.error("lease %s is not free yet: %s", effect.lease, error)

@@ -14,7 +14,6 @@ from agent import clock, files
 from agent.backoff import LAST_S, delay
 from agent.config import SiteEntry
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Unreachable
-from fedpool.leasing import lease as life
 from fedpool.records import SiteLease
 from fedpool.transport import ssh
 from fedpool.transport.bulk import BulkChannel, Source
@@ -35,6 +34,7 @@ class SiteLink:
         identity: the hub's key.
         source: finds objects the site fetches from the hub.
         up: told when the site has connected and described itself.
+        down: told when it is silent.
         notice: takes what the site tells by itself.
 
     Attributes:
@@ -51,6 +51,7 @@ class SiteLink:
         identity: Identity,
         source: Callable[[bytes], Awaitable[Source]],
         up: Callable[[SiteLink], Awaitable[None]],
+        down: Callable[[SiteLink], None],
         notice: Callable[[SiteLink, Notice], None],
     ) -> None:
         self.entry = entry
@@ -64,6 +65,7 @@ class SiteLink:
         self._identity = identity
         self._source = source
         self._up = up
+        self._down = down
         self._notice = notice
         self._peer: Peer | None = None
         self._bulk: BulkChannel | None = None
@@ -183,6 +185,7 @@ class SiteLink:
                     self.since = clock.now()
                     self.error = Unreachable(f"{self.name} has been silent since {clock.wall()}")
                     log.info("%s is down", self.name)
+                    self._down(self)
 
     async def _serve_bulk(self, stream: Stream) -> None:
         channel = BulkChannel(stream, self._source)
@@ -218,10 +221,15 @@ class SiteLink:
         if self.description is None:
             return
         known = {held.id: held for held in self.description.leases}
-        if lease.id in known and life.progress(lease.state) < life.progress(known[lease.id].state):
+        if lease.id in known and lease.version < known[lease.id].version:
             return
         known[lease.id] = lease
         self.description = msgspec.structs.replace(self.description, leases=list(known.values()))
+
+    def cordoned(self, cordons: dict[str, str]) -> None:
+        """The site now grants nothing new on these."""
+        if self.description is not None:
+            self.description = msgspec.structs.replace(self.description, cordons=cordons)
 
     async def fetch(self, object_id: bytes, path: Path, patience_s: float = 30.0) -> None:
         """Get an object from the site into a file, over as many bulk connections as it takes.

@@ -21,7 +21,19 @@ from agent.store.sqlite import SqliteStore
 from fedpool import __version__
 from fedpool.errors import IbshellError, NotFound, Unreachable, UsageError
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
-from fedpool.leasing.grants import Abort, Commit, Hold, Release, Renew
+from fedpool.leasing.requests import (
+    Abort,
+    Commit,
+    Cordon,
+    Hold,
+    LeaseEvent,
+    Notify,
+    Release,
+    Renew,
+    Resize,
+    Transfer,
+    Uncordon,
+)
 from fedpool.names import require_id
 from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
@@ -30,12 +42,22 @@ from fedpool.transport.bulk import BulkChannel
 from fedpool.transport.identity import Identity, parse_public
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream, Stream
-from fedpool.wire.messages import LeaseNotice, Nothing, SiteDescription, TaskEnded, TaskWanted
+from fedpool.wire.messages import CordonState, LeaseNotice, Nothing, SiteDescription, TaskEnded, TaskWanted
 from fedpool.wire.session import Request, from_body
 
 log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 600.0
+_LEASE_METHODS: dict[str, type[LeaseEvent]] = {
+    "lease.hold": Hold,
+    "lease.commit": Commit,
+    "lease.abort": Abort,
+    "lease.renew": Renew,
+    "lease.resize": Resize,
+    "lease.notify": Notify,
+    "lease.transfer": Transfer,
+    "lease.release": Release,
+}
 
 
 class SiteAgent:
@@ -57,7 +79,7 @@ class SiteAgent:
         self._hub_keys = {parse_public(config.hub_key, "hub_key"): "hub"}
         self._store = SqliteStore(self._state / "site.db")
         self._inventory = probe.snapshot()
-        self._leases = SiteLeases(config.name, self._inventory, self._store, self._lease_changed)
+        self._leases = SiteLeases(config.name, self._inventory, config.policy, self._store, self._lease_changed)
         peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
         self._rounds = SiteRounds(
             SitePolicy(config.name, self.identity.public, peers, config.minimum_cohort),
@@ -191,18 +213,16 @@ class SiteAgent:
         match method:
             case "site.describe":
                 return self._describe()
-            case "lease.hold":
-                hold = from_body(body, Hold, method)
-                require_id(hold.lease, "lease")
-                return await self._leases.step(hold)
-            case "lease.commit":
-                return await self._leases.step(from_body(body, Commit, method))
-            case "lease.abort":
-                return await self._leases.step(from_body(body, Abort, method))
-            case "lease.renew":
-                return await self._leases.step(from_body(body, Renew, method))
-            case "lease.release":
-                return await self._leases.step(from_body(body, Release, method))
+            case "site.cordon":
+                await self._leases.cordon(from_body(body, Cordon, method))
+                return CordonState(self.config.name, self._leases.machine.cordons)
+            case "site.uncordon":
+                await self._leases.cordon(from_body(body, Uncordon, method))
+                return CordonState(self.config.name, self._leases.machine.cordons)
+            case _ if method in _LEASE_METHODS:
+                event = from_body(body, _LEASE_METHODS[method], method)
+                require_id(event.lease, "lease")
+                return await self._leases.step(event)
             case "task.start":
                 return await self._start_task(from_body(body, TaskWanted, method))
             case "task.stop":
@@ -229,6 +249,7 @@ class SiteAgent:
             recovering=machine.recovering,
             epoch=machine.epoch,
             boottime=clock.now(),
+            cordons=machine.cordons,
         )
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:

@@ -118,6 +118,15 @@ def scan() -> dict[str, list[int]]:
     return found
 
 
+async def warn(mark: str) -> None:
+    """Tell every process that bears a mark that its lease is about to end or shrink: SIGTERM, which it may catch."""
+    for pid in (await asyncio.to_thread(scan)).get(mark, []):
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            continue
+
+
 async def end(mark: str, patience_s: float = 30.0) -> None:
     """Kill every process that bears a mark and return when none is left.
 

@@ -5,6 +5,7 @@ of its writing. State is the fold of a stream; nothing is ever updated.
 """
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import msgspec
 from agent import clock
 from fedpool.errors import IntegrityError, StorageFailed
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _SCHEMA = """
 CREATE TABLE entries (
@@ -24,6 +25,20 @@ CREATE TABLE entries (
 ) STRICT;
 CREATE INDEX entries_stream ON entries (stream, seq);
 """
+
+
+def entry_from_1(entry: dict[str, Any]) -> dict[str, Any]:
+    """A lease's entry as schema 1 wrote it, as schema 2 reads it: grants became lists, the hub's leases got a demand."""
+    lease = entry.get("lease")
+    if lease is None:
+        return entry
+    for holder in (lease, *lease.get("parts", ())):
+        if "grants" in holder:
+            holder["grants"] = [[grant["uuid"], grant["token"]] for grant in holder["grants"]]
+    if entry["type"] == "lease.recorded":
+        lease["demand"] = {"gpus": max(1, sum(part["gpus"] for part in lease["parts"]))}
+        lease["started"] = 0.0 if lease["state"] in ("requested", "held", "aborted") else lease.get("deadline", 0.0)
+    return entry
 
 
 class SqliteStore:
@@ -52,6 +67,8 @@ class SqliteStore:
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT")
+            elif version < SCHEMA_VERSION:
+                self._migrate()
             elif version > SCHEMA_VERSION:
                 raise IntegrityError(
                     f"{self.path} has schema {version}; this release knows up to {SCHEMA_VERSION}",
@@ -71,6 +88,15 @@ class SqliteStore:
             ) from None
         except OSError as error:
             raise StorageFailed(f"{self.path} cannot be opened: {error.strerror}") from None
+
+    def _migrate(self) -> None:
+        """Bring an older file forward, in one transaction."""
+        self._db.execute("BEGIN IMMEDIATE")
+        for seq, body in self._db.execute("SELECT seq, body FROM entries WHERE stream = 'leases'").fetchall():
+            newer = json.dumps(entry_from_1(json.loads(body)), separators=(",", ":"))
+            self._db.execute("UPDATE entries SET body = ? WHERE seq = ?", (newer, seq))
+        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        self._db.execute("COMMIT")
 
     async def append(self, stream: str, entries: Sequence[msgspec.Struct]) -> None:
         """Write entries in one transaction; durable when it returns, and nothing is written when it raises.

@@ -13,75 +13,39 @@ Rules for changing it: whatever decides about a device stands here; killing and 
 
 from __future__ import annotations
 
+import heapq
 from typing import TypeAlias
 
 import msgspec
 
 from fedpool.errors import Insufficient, NotFound, Recovering, Refused, StaleToken, UsageError
 from fedpool.leasing import lease as life
-from fedpool.placement.policies import pack
-from fedpool.records import Grant, Inventory, SiteLease
+from fedpool.leasing.requests import (
+    Abort,
+    Commit,
+    Cordon,
+    GrantEvent,
+    Hold,
+    Notify,
+    ProcessesGone,
+    Release,
+    Renew,
+    Resize,
+    Tick,
+    Transfer,
+    Uncordon,
+)
+from fedpool.placement import policies
+from fedpool.records import WHOLE_MILLI, Device, Grant, Inventory, Shape, SiteLease
 from fedpool.step import Decision
+from fedpool.units import format_duration
 
 HOLD_TTL_MAX_S = 60.0
 GUARD_S = 5.0
 GUARD_FRACTION = 0.01
 EPOCH_JUMP = 1000
-
-
-class Hold(msgspec.Struct, frozen=True, tag="hold"):
-    """Set devices aside for `ttl_s` seconds."""
-
-    lease: str
-    tenant: str
-    gpus: int
-    ttl_s: float
-    term: int
-    gpu_type: str | None = None
-
-
-class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """Turn a hold into a lease of `duration_s` seconds."""
-
-    lease: str
-    duration_s: float
-    term: int
-
-
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Give up a hold."""
-
-    lease: str
-    term: int
-
-
-class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Let an active lease end `duration_s` seconds from now."""
-
-    lease: str
-    duration_s: float
-    term: int
-
-
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """End a lease: its processes are killed, then its devices are free."""
-
-    lease: str
-    term: int
-    reason: str = ""
-
-
-class Tick(msgspec.Struct, frozen=True, tag="tick"):
-    """Time has passed."""
-
-
-class ProcessesGone(msgspec.Struct, frozen=True, tag="gone"):
-    """The driver has seen that no process of an ending lease is left."""
-
-    lease: str
-
-
-GrantEvent: TypeAlias = Hold | Commit | Abort | Renew | Release | Tick | ProcessesGone
+# A lease that is over is remembered so long, for requests that are repeated and hubs that were away.
+REMEMBER_S = 3600.0
 
 
 class LeaseChanged(msgspec.Struct, frozen=True, tag="lease.changed"):
@@ -89,6 +53,20 @@ class LeaseChanged(msgspec.Struct, frozen=True, tag="lease.changed"):
 
     lease: SiteLease
     epoch: int
+    term: int
+
+
+class LeasesForgotten(msgspec.Struct, frozen=True, tag="leases.forgotten"):
+    """Leases that have been over for long are no longer remembered."""
+
+    ids: tuple[str, ...]
+
+
+class CordonChanged(msgspec.Struct, frozen=True, tag="cordon.changed"):
+    """Something may be granted no longer, or again (reason None)."""
+
+    what: str
+    reason: str | None
     term: int
 
 
@@ -100,16 +78,45 @@ class Restarted(msgspec.Struct, frozen=True, tag="site.restarted"):
     boot: str
 
 
-GrantEntry: TypeAlias = LeaseChanged | Restarted
+class SiteState(msgspec.Struct, frozen=True, tag="site.state"):
+    """Everything at once: a snapshot."""
+
+    leases: tuple[SiteLease, ...]
+    cordons: dict[str, str]
+    epoch: int
+    term: int
+
+
+GrantEntry: TypeAlias = LeaseChanged | LeasesForgotten | CordonChanged | Restarted | SiteState
 
 
 class EndProcesses(msgspec.Struct, frozen=True):
-    """Kill every process of this lease and report when none is left."""
+    """Kill every process of this lease (that uses one of these devices, where some are named); report when none is left."""
 
     lease: str
+    devices: tuple[str, ...] = ()
 
 
-GrantDecision: TypeAlias = Decision[GrantEntry, SiteLease, EndProcesses]
+class WarnProcesses(msgspec.Struct, frozen=True):
+    """Tell the lease's processes that they have so many seconds left."""
+
+    lease: str
+    reason: str
+    grace_s: float
+
+
+GrantReply: TypeAlias = SiteLease | CordonChanged
+GrantDecision: TypeAlias = Decision[GrantEntry, GrantReply, EndProcesses | WarnProcesses]
+
+
+class SiteLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the site allows, whoever asks.
+
+    Attributes:
+        max_duration_s: longest lease and longest renewal.
+    """
+
+    max_duration_s: float = 30 * 86400.0
 
 
 class SiteGrants:
@@ -118,55 +125,100 @@ class SiteGrants:
     Args:
         site: its name, for messages.
         inventory: its devices.
+        limits: what it allows.
 
     Attributes:
         recovering: whether entries and process scan have not yet been reconciled; nothing is granted meanwhile.
+        used: {UUID: thousandths taken}.
+        cordons: {node, UUID or "" for the site: why nothing new is granted there}.
     """
 
-    def __init__(self, site: str, inventory: Inventory) -> None:
+    def __init__(self, site: str, inventory: Inventory, limits: SiteLimits | None = None) -> None:
         self.site = site
         self.inventory = inventory
+        self.limits = limits or SiteLimits()
+        self.devices = inventory.devices()
         self.leases: dict[str, SiteLease] = {}
+        self.cordons: dict[str, str] = {}
+        self.used: dict[str, int] = {}
         self.epoch = 0
         self.term = 0
         self.recovering = True
+        self._by_uuid = {device.uuid: device for device in self.devices}
+        # When something may be due for a lease; what no longer holds is dropped when its time comes.
+        self._due: list[tuple[float, str]] = []
 
     def apply(self, entry: GrantEntry) -> None:
         """Fold one durable entry into the state."""
         match entry:
             case LeaseChanged():
-                self.leases[entry.lease.id] = entry.lease
+                self._put(entry.lease)
                 self.epoch = max(self.epoch, entry.epoch)
                 self.term = max(self.term, entry.term)
+            case LeasesForgotten():
+                for lease_id in entry.ids:
+                    del self.leases[lease_id]
+            case CordonChanged():
+                self.term = max(self.term, entry.term)
+                if entry.reason is None:
+                    self.cordons.pop(entry.what, None)
+                else:
+                    self.cordons[entry.what] = entry.reason
             case Restarted():
                 self.epoch = max(self.epoch, entry.epoch)
                 if entry.shift_s:
-                    self.leases = {
-                        key: msgspec.structs.replace(lease, deadline=lease.deadline + entry.shift_s)
-                        for key, lease in self.leases.items()
-                    }
+                    for lease in list(self.leases.values()):
+                        self.leases[lease.id] = msgspec.structs.replace(
+                            lease, deadline=lease.deadline + entry.shift_s, leave_by=lease.leave_by + entry.shift_s
+                        )
+                    self._due = sorted((time, lease.id) for lease in self.leases.values() for time in _times(lease))
+            case SiteState():
+                self.leases, self.used, self._due, self.cordons = {}, {}, [], dict(entry.cordons)
+                self.epoch, self.term = entry.epoch, entry.term
+                for lease in entry.leases:
+                    self._put(lease)
+
+    def _put(self, lease: SiteLease) -> None:
+        known = self.leases.get(lease.id)
+        if known is not None and known.occupies:
+            for grant in known.grants:
+                self.used[grant.uuid] -= grant.milli
+        if lease.occupies:
+            for grant in lease.grants:
+                self.used[grant.uuid] = self.used.get(grant.uuid, 0) + grant.milli
+                assert self.used[grant.uuid] <= WHOLE_MILLI, f"{grant.uuid} is given twice, now to {lease.id}"
+        self.leases[lease.id] = lease
+        for time in _times(lease):
+            heapq.heappush(self._due, (time, lease.id))
+
+    def state(self) -> SiteState:
+        """A snapshot: folding it alone gives this state."""
+        return SiteState(tuple(self.leases.values()), dict(self.cordons), self.epoch, self.term)
 
     def check(self) -> None:
-        """Assert the invariants: no device in two leases that occupy it, no token above the epoch."""
-        seen: dict[str, str] = {}
+        """Assert the invariants: no device beyond its whole, no token above the epoch, counts as the leases say."""
+        used: dict[str, int] = {}
         for lease in self.leases.values():
             for grant in lease.grants:
                 assert grant.token <= self.epoch, f"token {grant.token} above epoch {self.epoch}"
                 if lease.occupies:
-                    assert grant.uuid not in seen, f"{grant.uuid} in {seen[grant.uuid]} and {lease.id}"
-                    seen[grant.uuid] = lease.id
-
-    def holder(self, uuid: str) -> SiteLease | None:
-        """The lease that occupies a device, or None."""
-        for lease in self.leases.values():
-            if lease.occupies and any(grant.uuid == uuid for grant in lease.grants):
-                return lease
-        return None
+                    used[grant.uuid] = used.get(grant.uuid, 0) + grant.milli
+        assert all(milli <= WHOLE_MILLI for milli in used.values()), f"a device is given twice: {used}"
+        assert used == {uuid: milli for uuid, milli in self.used.items() if milli}, "the count of what is used is wrong"
 
     def free(self) -> set[str]:
         """UUIDs of the devices nobody occupies."""
-        taken = {grant.uuid for lease in self.leases.values() if lease.occupies for grant in lease.grants}
-        return {gpu.uuid for gpu in self.inventory.gpus()} - taken
+        return {device.uuid for device in self.devices if not self.used.get(device.uuid)}
+
+    def taken(self) -> dict[str, int]:
+        """{UUID: thousandths that cannot be granted}: what is used, and the whole of what is cordoned."""
+        if not self.cordons:
+            return self.used
+        taken = dict(self.used)
+        for device in self.devices:
+            if self.cordons.keys() & {"", device.node, device.uuid}:
+                taken[device.uuid] = WHOLE_MILLI
+        return taken
 
     def restarted(self, now: float, last_at: float, boot: str, last_boot: str | None) -> Restarted:
         """The first entry of a new run of the agent.
@@ -186,12 +238,15 @@ class SiteGrants:
         Raises:
             NotFound: the site has no such lease.
             Refused: it is not active.
-            StaleToken: the token is not the one of its devices.
+            StaleToken: the token is not the latest one of its devices.
         """
         lease = self._find(lease_id)
-        if lease.state != "active":
-            raise Refused(f"lease {lease_id} at {self.site} is {lease.state}, not active")
-        if token is not None and any(grant.token != token for grant in lease.grants):
+        if lease.state != "active" or lease.next_tenant:
+            raise Refused(
+                f"lease {lease_id} at {self.site} is "
+                + (f"on its way to {lease.next_tenant}" if lease.next_tenant else f"{lease.state}, not active")
+            )
+        if token is not None and token != lease.token:
             raise StaleToken(
                 f"token {token} for lease {lease_id} at {self.site} is not the current one",
                 "the devices were granted anew since; ask for the lease's state",
@@ -208,27 +263,31 @@ class SiteGrants:
             case Tick():
                 return self._tick(now)
             case ProcessesGone():
-                lease = self._find(event.lease)
-                if lease.state != "ending":
-                    return Decision(wake_at=self._wake(now))
-                return self._change(self._ended(lease))
-            case _:
-                if event.term < self.term:
-                    raise StaleToken(
-                        f"coordinator term {event.term} at {self.site}, which has already obeyed term {self.term}",
-                        "an older hub is still running: stop it",
-                    )
+                return self._gone(event, now)
+        if event.term < self.term:
+            raise StaleToken(
+                f"coordinator term {event.term} at {self.site}, which has already obeyed term {self.term}",
+                "an older hub is still running: stop it",
+            )
         match event:
             case Hold():
                 return self._hold(event, now)
             case Commit():
                 return self._commit(event, now)
             case Abort():
-                return self._abort(event)
+                return self._abort(event, now)
             case Renew():
                 return self._renew(event, now)
+            case Resize():
+                return self._resize(event, now)
+            case Notify():
+                return self._notify(event, now)
+            case Transfer():
+                return self._transfer(event)
             case Release():
                 return self._release(event)
+            case Cordon() | Uncordon():
+                return self._cordon(event)
 
     def _find(self, lease_id: str) -> SiteLease:
         lease = self.leases.get(lease_id)
@@ -236,9 +295,15 @@ class SiteGrants:
             raise NotFound(f"{self.site} has no lease {lease_id}")
         return lease
 
-    def _change(self, lease: SiteLease, *, term: int = 0, epoch: int | None = None, end: bool = False) -> GrantDecision:
+    def _change(
+        self,
+        lease: SiteLease,
+        *effects: EndProcesses | WarnProcesses,
+        term: int = 0,
+        epoch: int | None = None,
+    ) -> GrantDecision:
         entry = LeaseChanged(lease, self.epoch if epoch is None else epoch, max(self.term, term))
-        return Decision(entries=(entry,), replies=(lease,), effects=(EndProcesses(lease.id),) if end else ())
+        return Decision(entries=(entry,), replies=(lease,), effects=effects)
 
     def _moved(self, lease: SiteLease, event: str, **changes: object) -> SiteLease:
         state = life.after(lease.state, event)
@@ -247,12 +312,21 @@ class SiteGrants:
                 f"lease {lease.id} at {self.site} is {lease.state}{f' ({lease.reason})' if lease.reason else ''}: "
                 f"it cannot {event}"
             )
-        return msgspec.structs.replace(lease, state=state, **changes)
+        return msgspec.structs.replace(lease, state=state, version=lease.version + 1, **changes)
+
+    def _require_duration(self, duration_s: float) -> None:
+        if duration_s > self.limits.max_duration_s:
+            raise Refused(
+                f"{format_duration(duration_s)} at {self.site}, whose policy allows {format_duration(self.limits.max_duration_s)}",
+                "ask for less and renew",
+            )
 
     def _hold(self, event: Hold, now: float) -> GrantDecision:
         known = self.leases.get(event.lease)
-        if known is not None:  # the same request again: the first answer
-            return Decision(replies=(known,))
+        if known is not None and event.attempt <= known.attempt:
+            if event.attempt < known.attempt:
+                raise StaleToken(f"attempt {event.attempt} to place lease {event.lease}, which is at {known.attempt}")
+            return Decision(replies=(known,))  # the same request again: the first answer
         if self.recovering:
             raise Recovering(
                 f"{self.site} has just restarted and is reading its own state back", "try again in a moment"
@@ -262,77 +336,197 @@ class SiteGrants:
                 f"a hold of {event.gpus} devices for {event.ttl_s} s",
                 f"at least one device, and at most {HOLD_TTL_MAX_S:.0f} s",
             )
-        free = self.free()
-        chosen = pack(self.inventory, free, event.gpus, event.gpu_type)
-        if chosen is None:
-            kind = event.gpu_type or "GPUs of one type"
-            of_type = [g for g in self.inventory.gpus() if event.gpu_type in (None, g.type)]
-            usable = sum(gpu.uuid in free for gpu in of_type)
-            raise Insufficient(
-                f"lease {event.lease} needs {event.gpus} {kind} at {self.site}; {usable} of {len(of_type)} are free",
-                "ask for fewer, wait for a release, or name other sites",
-            )
+        self._require_duration(event.duration_s)
+        if known is not None and known.state != "held" and known.state != "aborted":
+            raise Refused(f"lease {known.id} at {self.site} is {known.state}: it cannot be placed again")
+        own = known.grants if known is not None and known.occupies else ()
+        chosen = self._choose(event.lease, event.shape, event.gpus, own)
         epoch = self.epoch + 1
         lease = SiteLease(
             id=event.lease,
             tenant=event.tenant,
             state="held",
-            grants=tuple(Grant(gpu.uuid, epoch) for gpu in chosen),
+            grants=tuple(Grant(device.uuid, epoch, event.shape.milli) for device in chosen),
             deadline=now + event.ttl_s,
+            attempt=event.attempt,
+            shape=event.shape,
+            version=known.version + 1 if known is not None else 1,
         )
         return self._change(lease, term=event.term, epoch=epoch)
 
+    def _choose(self, lease_id: str, shape: Shape, count: int, own: tuple[Grant, ...] = ()) -> list[Device]:
+        if "" in self.cordons:
+            raise Refused(f"{self.site} grants nothing now: {self.cordons['']}", f"ibshell site resume {self.site}")
+        for uuid in shape.devices:
+            if uuid not in self._by_uuid:
+                raise NotFound(f"{self.site} has no device {uuid}", "ibshell gpu list shows them")
+        used = dict(self.taken())
+        for grant in own:  # they become free with the same entry
+            used[grant.uuid] -= grant.milli
+        candidates = policies.usable(self.devices, used, shape, self._avoided(shape))
+        chosen = policies.choose(candidates, used, shape, count)
+        if chosen is None:
+            alike = [device for device in self.devices if policies.suits(device, shape)]
+            kind = " or ".join(shape.kinds) or "GPUs of one type"
+            raise Insufficient(
+                f"lease {lease_id} needs {count} {kind} at {self.site}; "
+                f"{policies.most(candidates, shape)} of {len(alike)} are free",
+                "ask for fewer, wait for a release, or name other sites",
+            )
+        return chosen
+
+    def _avoided(self, shape: Shape) -> set[str]:
+        if not shape.avoid:
+            return set()
+        return {
+            self._by_uuid[grant.uuid].node
+            for lease in self.leases.values()
+            if lease.occupies and lease.tenant in shape.avoid
+            for grant in lease.grants
+        }
+
     def _commit(self, event: Commit, now: float) -> GrantDecision:
         lease = self._find(event.lease)
+        if event.attempt and event.attempt != lease.attempt:
+            raise StaleToken(f"attempt {event.attempt} of lease {lease.id} at {self.site}, which is at {lease.attempt}")
         if lease.state == "active":
             return Decision(replies=(lease,))
+        self._require_duration(event.duration_s)
         if lease.state == "held" and now >= lease.deadline:
             raise Refused(f"the hold of lease {lease.id} at {self.site} has lapsed", "ask for the lease again")
         return self._change(self._moved(lease, "commit", deadline=now + _guarded(event.duration_s)), term=event.term)
 
-    def _abort(self, event: Abort) -> GrantDecision:
+    def _abort(self, event: Abort, now: float) -> GrantDecision:
         lease = self._find(event.lease)
-        if lease.state in life.FINAL:
+        if lease.state in life.FINAL or (event.attempt and event.attempt < lease.attempt):
             return Decision(replies=(lease,))
-        return self._change(self._moved(lease, "abort", reason="given up by the hub"), term=event.term)
+        aborted = self._moved(lease, "abort", reason="given up by the hub", deadline=now)
+        return self._change(aborted, term=event.term)
 
     def _renew(self, event: Renew, now: float) -> GrantDecision:
         if event.duration_s <= 0:
             raise UsageError(f"a renewal of {event.duration_s} s", "name a positive duration")
+        self._require_duration(event.duration_s)
         lease = self._find(event.lease)
         if lease.state == "active" and now >= lease.deadline:
             raise Refused(f"lease {lease.id} at {self.site} has expired")
+        if lease.state == "active" and lease.notice:
+            raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice}", "ask for a new one")
         return self._change(self._moved(lease, "renew", deadline=now + _guarded(event.duration_s)), term=event.term)
+
+    def _resize(self, event: Resize, now: float) -> GrantDecision:
+        lease = self._find(event.lease)
+        staying = [grant for grant in lease.grants if grant.uuid not in lease.leaving]
+        if event.gpus < 1:
+            raise UsageError(f"{event.gpus} devices at {self.site}", "release the lease to give back all of it")
+        if lease.state == "active" and event.gpus == len(staying):
+            return Decision(replies=(lease,))
+        if event.gpus < len(staying):
+            # The latest go first: they were added to what the job began with.
+            keep = sorted(staying, key=lambda grant: grant.token)[: event.gpus]
+            leaving = tuple(grant.uuid for grant in lease.grants if grant not in keep)
+            moved = self._moved(lease, "resize", leaving=leaving, leave_by=now + max(0.0, event.grace_s))
+            warning = WarnProcesses(lease.id, f"{len(leaving)} devices are to be given back", event.grace_s)
+            return self._change(moved, warning, term=event.term)
+        if lease.notice or lease.next_tenant:
+            raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice or 'it changes hands'}")
+        more = self._choose(lease.id, lease.shape, event.gpus - len(staying))
+        epoch = self.epoch + 1
+        grants = (*lease.grants, *(Grant(device.uuid, epoch, lease.shape.milli) for device in more))
+        return self._change(self._moved(lease, "resize", grants=grants), term=event.term, epoch=epoch)
+
+    def _notify(self, event: Notify, now: float) -> GrantDecision:
+        lease = self._find(event.lease)
+        if lease.notice or lease.state in life.FINAL or lease.state == "ending":
+            return Decision(replies=(lease,))
+        deadline = min(lease.deadline, now + max(0.0, event.grace_s))
+        moved = self._moved(lease, "notify", notice=event.reason, deadline=deadline)
+        return self._change(moved, WarnProcesses(lease.id, event.reason, deadline - now), term=event.term)
+
+    def _transfer(self, event: Transfer) -> GrantDecision:
+        lease = self._find(event.lease)
+        if lease.state == "active" and event.tenant in (lease.tenant, lease.next_tenant):
+            return Decision(replies=(lease,))
+        if lease.notice:
+            raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice}")
+        moved = self._moved(lease, "transfer", next_tenant=event.tenant)
+        return self._change(moved, EndProcesses(lease.id), term=event.term)
 
     def _release(self, event: Release) -> GrantDecision:
         lease = self._find(event.lease)
         if lease.state in life.FINAL or lease.state == "ending":
             return Decision(replies=(lease,))
-        return self._change(self._moved(lease, "end", reason=event.reason or "released"), term=event.term, end=True)
+        ending = self._moved(lease, "end", reason=event.reason or "released", next_tenant="")
+        return self._change(ending, EndProcesses(lease.id), term=event.term)
 
-    def _ended(self, lease: SiteLease) -> SiteLease:
-        event = life.ENDINGS.get(lease.reason.partition(":")[0], "release")
-        return self._moved(lease, event)
+    def _cordon(self, event: Cordon | Uncordon) -> GrantDecision:
+        what = event.what
+        nodes = {node.name for node in self.inventory.nodes}
+        if what and what not in nodes and what not in self._by_uuid:
+            raise NotFound(f"{self.site} has no node or device {what!r}", "ibshell node list shows the nodes")
+        reason = event.reason or "cordoned" if isinstance(event, Cordon) else None
+        entry = CordonChanged(what, reason, max(self.term, event.term))
+        if self.cordons.get(what) == reason:
+            return Decision(replies=(entry,))
+        return Decision(entries=(entry,), replies=(entry,))
+
+    def _gone(self, event: ProcessesGone, now: float) -> GrantDecision:
+        lease = self._find(event.lease)
+        if lease.state == "ending" and not event.devices:
+            ended = self._moved(lease, life.ENDINGS.get(lease.reason.partition(":")[0], "release"), deadline=now)
+            return self._change(ended)
+        if lease.state == "active" and lease.next_tenant and not event.devices:
+            epoch = self.epoch + 1
+            grants = tuple(msgspec.structs.replace(grant, token=epoch) for grant in lease.grants)
+            moved = self._moved(lease, "transfer", tenant=lease.next_tenant, next_tenant="", grants=grants)
+            return self._change(moved, epoch=epoch)
+        if lease.state == "active" and event.devices:
+            grants = tuple(grant for grant in lease.grants if grant.uuid not in event.devices)
+            leaving = tuple(uuid for uuid in lease.leaving if uuid not in event.devices)
+            if len(grants) < len(lease.grants):
+                return self._change(self._moved(lease, "resize", grants=grants, leaving=leaving))
+        return Decision(wake_at=self._wake())
 
     def _tick(self, now: float) -> GrantDecision:
         entries: list[GrantEntry] = []
-        effects: list[EndProcesses] = []
-        for lease in self.leases.values():
-            if now < lease.deadline:
+        effects: list[EndProcesses | WarnProcesses] = []
+        forgotten: list[str] = []
+        due: list[tuple[float, str]] = []
+        while self._due and self._due[0][0] <= now:
+            due.append(heapq.heappop(self._due))
+        wake_at = self._wake()
+        for lease_id in dict.fromkeys(lease_id for _, lease_id in due):
+            lease = self.leases.get(lease_id)
+            if lease is None or not any(time <= now for time in _times(lease)):
                 continue
-            if lease.state == "held":
-                changed = self._moved(lease, "abort", reason="hold lapsed")
-            elif lease.state == "active":
-                changed = self._moved(lease, "end", reason="expired")
+            heapq.heappush(self._due, (now, lease_id))  # until the entry stands; then it is dropped at the next look
+            if lease.state in life.FINAL:
+                forgotten.append(lease.id)
+            elif lease.state == "held":
+                aborted = self._moved(lease, "abort", reason="hold lapsed", deadline=now)
+                entries.append(LeaseChanged(aborted, self.epoch, self.term))
+            elif now >= lease.deadline:
+                reason = f"revoked: {lease.notice}" if lease.notice else "expired"
+                ending = self._moved(lease, "end", reason=reason, next_tenant="")
+                entries.append(LeaseChanged(ending, self.epoch, self.term))
                 effects.append(EndProcesses(lease.id))
             else:
-                continue
-            entries.append(LeaseChanged(changed, self.epoch, self.term))
-        return Decision(entries=entries, effects=effects, wake_at=self._wake(now))
+                effects.append(EndProcesses(lease.id, lease.leaving))
+        if forgotten:
+            entries.append(LeasesForgotten(tuple(forgotten)))
+        return Decision(entries=entries, effects=effects, wake_at=wake_at)
 
-    def _wake(self, now: float) -> float | None:
-        deadlines = [x.deadline for x in self.leases.values() if x.state in ("held", "active") and x.deadline > now]
-        return min(deadlines, default=None)
+    def _wake(self) -> float | None:
+        return self._due[0][0] if self._due else None
+
+
+def _times(lease: SiteLease) -> list[float]:
+    """When something is due for a lease: its deadline, the end of a grace, or when it may be forgotten."""
+    if lease.state in life.FINAL:
+        return [lease.deadline + REMEMBER_S]
+    if lease.state == "ending":
+        return []
+    return [lease.deadline, lease.leave_by] if lease.leaving else [lease.deadline]
 
 
 def _guarded(duration_s: float) -> float:

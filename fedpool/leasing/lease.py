@@ -3,10 +3,11 @@
     requested ── queued ── held ── active ── ending ── released | expired | revoked | failed
          └─────────┴────────┴────▶ aborted
 
-`requested` is written before any site is asked, so an interrupted request is never lost. `held` means the hub has decided to
-commit: from here it asks every site until it acknowledges or refuses. `active` is said only when every site has acknowledged.
-`ending` lasts until every site has confirmed that the lease's processes are gone. A site knows the subset it needs: a hold
-lapses into `aborted` by itself, an active lease into `ending` and then `expired`.
+`requested` is written before any site is asked, so an interrupted request is never lost. `queued` waits; while it is being
+placed it stays queued, and a refusal leaves it there. `held` means the hub has decided to commit: from here it asks every site
+until it acknowledges or refuses. `active` is said only when every site has acknowledged; a lease may be renewed, grow, shrink,
+change hands or be given notice and stays active. `ending` lasts until every site has confirmed that the lease's processes are
+gone. A site knows the subset it needs: a hold lapses into `aborted` by itself, an active lease into `ending` and then `expired`.
 """
 
 from typing import Final
@@ -21,10 +22,14 @@ TRANSITIONS: Final[dict[tuple[str, str], str]] = {
     ("requested", "abort"): "aborted",
     ("queued", "hold"): "held",
     ("queued", "abort"): "aborted",
+    ("queued", "wait"): "queued",
     ("held", "commit"): "active",
     ("held", "abort"): "aborted",
     ("held", "end"): "ending",
     ("active", "renew"): "active",
+    ("active", "resize"): "active",
+    ("active", "notify"): "active",
+    ("active", "transfer"): "active",
     ("active", "end"): "ending",
     ("ending", "release"): "released",
     ("ending", "expire"): "expired",

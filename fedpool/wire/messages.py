@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fedpool.records import Inventory, Lease, SiteLease
+from fedpool.records import Inventory, Lease, SiteLease, Tenant
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -46,14 +46,18 @@ class ById(msgspec.Struct, frozen=True):
     id: str
 
 
-class LeaseWanted(msgspec.Struct, frozen=True):
-    """lease.request -> LeaseView: devices at several sites, all or none.
+class LeaseWanted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """lease.request -> LeaseView: devices at several sites, all or none. Sizes and wishes as in `records.Demand`.
 
     Attributes:
         gpus: over all sites.
         sites: how many sites, 0 for as few as possible.
         site_names: exactly these sites, or empty.
-        gpu_type: or None for any.
+        gpu_type: or None for any; a MIG slice as `h100/1g.10gb`.
+        devices: exactly these, by UUID or as `SITE:NODE/INDEX`, or empty.
+        starts_in_s: seconds until it is to start, 0 for as soon as possible.
+        max_wait_s: how long it may wait: 0 not at all, None for ever.
+        dry_run: only say what would happen.
     """
 
     tenant: str
@@ -62,14 +66,44 @@ class LeaseWanted(msgspec.Struct, frozen=True):
     sites: int = 0
     site_names: list[str] = []
     gpu_type: str | None = None
+    gpus_max: int = 0
+    memory_min_bytes: int = 0
+    memory_max_bytes: int = 0
+    milli: int = 1000
+    devices: list[str] = []
+    same_leaf: bool = False
+    spread: str = ""
+    avoid: list[str] = []
+    per_site_min: int = 1
+    priority: str = "normal"
+    starts_in_s: float = 0.0
+    max_wait_s: float | None = 0.0
+    dry_run: bool = False
 
 
-class LeaseView(msgspec.Struct, frozen=True):
-    """A lease as people see it; `expires_in_s` is the hub's estimate, the sites decide."""
+class LeaseView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A lease as people see it; `expires_in_s` is the hub's estimate, the sites decide.
+
+    Attributes:
+        waits_for: what is in the way of a lease that waits.
+        starts_in_s: when it starts at the earliest, None where that cannot be said.
+        ahead: requests that come before it.
+    """
 
     lease: Lease
     expires_in_s: float | None
     silent_sites: dict[str, str] = {}
+    waits_for: str = ""
+    starts_in_s: float | None = None
+    ahead: int = 0
+
+
+class LeaseAwaited(msgspec.Struct, frozen=True):
+    """lease.wait -> LeaseView: once the lease is in another state than this, or after `wait_s`."""
+
+    id: str
+    state: str
+    wait_s: float
 
 
 class LeaseRenewal(msgspec.Struct, frozen=True):
@@ -77,6 +111,58 @@ class LeaseRenewal(msgspec.Struct, frozen=True):
 
     id: str
     duration_s: float
+
+
+class LeaseEnding(msgspec.Struct, frozen=True):
+    """lease.revoke -> LeaseView: with a reason, and a grace in which its jobs are told."""
+
+    id: str
+    reason: str
+    grace_s: float = 0.0
+
+
+class LeaseSize(msgspec.Struct, frozen=True):
+    """lease.resize -> LeaseView: devices over all sites, within what was asked for."""
+
+    id: str
+    gpus: int
+
+
+class LeaseOffer(msgspec.Struct, frozen=True):
+    """lease.offer, lease.accept -> LeaseView: to another tenant, with both sides' consent."""
+
+    id: str
+    tenant: str
+
+
+class TenantView(msgspec.Struct, frozen=True):
+    """A tenant and what it holds."""
+
+    tenant: Tenant
+    gpus_held: int
+    gpus_borrowed: int
+    device_hours: float
+
+
+class TenantNamed(msgspec.Struct, frozen=True):
+    """tenant.show, tenant.remove."""
+
+    name: str
+
+
+class CordonWanted(msgspec.Struct, frozen=True):
+    """site.cordon, site.uncordon -> CordonState: a node, a device, or with `what` empty the whole site."""
+
+    site: str
+    what: str = ""
+    reason: str = ""
+
+
+class CordonState(msgspec.Struct, frozen=True):
+    """What a site does not grant, and why."""
+
+    site: str
+    cordons: dict[str, str]
 
 
 class RunWanted(msgspec.Struct, frozen=True):
@@ -166,6 +252,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
 
     Attributes:
         leases: every lease that is or was, so that the hub can compare.
+        cordons: {node, device or "" for the site: why nothing new is granted there}.
         tasks: {lease: run} of the programs that run now.
         boottime: the site's clock, against which deadlines are to be read.
     """
@@ -179,6 +266,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
     recovering: bool
     epoch: int
     boottime: float
+    cordons: dict[str, str] = {}
 
 
 class TaskWanted(msgspec.Struct, frozen=True):

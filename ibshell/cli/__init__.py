@@ -23,12 +23,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "site": ("site", "The sites of the pool."),
     "node": ("node", "The nodes of every site."),
     "gpu": ("gpu", "The GPUs of every site."),
+    "tenant": ("tenant", "Who may lease, and how much of the pool belongs to whom."),
     "lease": ("lease", "Take, show, renew and release GPUs across sites."),
     "fed": ("fed", "Federated training: run a plan, watch it, resume it."),
     "doctor": ("doctor", "What is wrong with this set-up and how to mend it."),
     "bench": ("bench", "The project's own measurements on this machine."),
 }
-PLURALS = {f"{noun}s": noun for noun in ("site", "node", "gpu", "lease")}
+PLURALS = {f"{noun}s": noun for noun in ("site", "node", "gpu", "tenant", "lease")}
 
 
 class LazyGroup(TyperGroup):

@@ -11,6 +11,7 @@ import pytest
 
 from agent.store.sqlite import SCHEMA_VERSION, SqliteStore
 from fedpool.errors import IntegrityError, StorageFailed
+from fedpool.leasing.gang import LeaseRecorded
 from fedpool.leasing.grants import GrantEntry, LeaseChanged
 from fedpool.records import Grant, SiteLease
 
@@ -60,6 +61,30 @@ def test_a_newer_schema_is_refused(path):
     db.close()
     with pytest.raises(IntegrityError, match="newer release"):
         SqliteStore(path)
+
+
+def test_an_older_schema_is_brought_forward(path):
+    """A file of schema 1, as release 0.1.0 wrote it at a site and at a hub."""
+    append(path, [ENTRY])
+    db = sqlite3.connect(path)
+    site = """{"type":"lease.changed","lease":{"id":"a","tenant":"onc","state":"active","grants":[{"uuid":"GPU-1","token":7}],
+      "deadline":10.0,"reason":""},"epoch":7,"term":2}"""
+    hub = """{"type":"lease.recorded","lease":{"id":"a","tenant":"onc","state":"active","parts":[{"site":"zurich","gpus":1,
+      "state":"active","grants":[{"uuid":"GPU-1","token":7}],"reason":""}],"duration_s":60.0,"requested_at":"now","deadline":9.0}}"""
+    db.execute("DELETE FROM entries")
+    for body in (site, hub):
+        db.execute("INSERT INTO entries (stream, at, boot, wall, body) VALUES ('leases', 1.0, 'b', 'w', ?)", (body,))
+    db.execute("PRAGMA user_version=1")
+    db.commit()
+    db.close()
+    store = SqliteStore(path)
+    changed, recorded = store.read("leases", LeaseChanged | LeaseRecorded)
+    assert changed.lease.grants == (Grant("GPU-1", 7),) and changed.epoch == 7
+    assert recorded.lease.gpus == 1 and recorded.lease.parts[0].grants == (Grant("GPU-1", 7),)
+    store.close()
+    again = SqliteStore(path)
+    assert again.read("leases", LeaseChanged | LeaseRecorded) == [changed, recorded], "once is enough"
+    again.close()
 
 
 def test_a_damaged_database_is_refused_and_kept(path):

@@ -2,35 +2,13 @@
 
 import itertools
 
-import msgspec
 import pytest
 
 from fedpool.errors import Insufficient, NotFound, Recovering, Refused, StaleToken, UsageError
 from fedpool.leasing import lease as life
-from fedpool.leasing.gang import (
-    Ask,
-    EndAsked,
-    Gang,
-    Interrupted,
-    PartCommitted,
-    PartEnded,
-    PartHeld,
-    PartRefused,
-    site_says,
-)
-from fedpool.leasing.grants import (
-    EPOCH_JUMP,
-    Abort,
-    Commit,
-    EndProcesses,
-    Hold,
-    ProcessesGone,
-    Release,
-    Renew,
-    SiteGrants,
-    Tick,
-)
-from fedpool.records import Grant, Lease, Part
+from fedpool.leasing.grants import EPOCH_JUMP, EndProcesses, SiteGrants
+from fedpool.leasing.requests import Abort, Commit, Hold, ProcessesGone, Release, Renew, Tick
+from fedpool.records import Shape
 from fedpool.sim.scenario import SimulatedSite
 
 EVENTS = sorted({event for _, event in life.TRANSITIONS})
@@ -76,9 +54,9 @@ def test_too_many_devices_are_refused_with_the_numbers():
     machine = site()
     put(machine, Hold("a", "onc", 3, 10, 1))
     with pytest.raises(Insufficient, match="needs 2 h100 at zurich; 1 of 4 are free"):
-        machine.step(Hold("b", "onc", 2, 10, 1, "h100"), 0)
+        machine.step(Hold("b", "onc", 2, 10, 1, Shape(kinds=("h100",))), 0)
     with pytest.raises(Insufficient):
-        machine.step(Hold("b", "onc", 1, 10, 1, "a100"), 0)
+        machine.step(Hold("b", "onc", 1, 10, 1, Shape(kinds=("a100",))), 0)
 
 
 def test_the_same_request_again_gets_the_first_answer():
@@ -170,108 +148,3 @@ def test_after_a_reboot_what_was_left_of_a_lease_is_left():
     left = machine.leases["a"].deadline - 1010
     machine.apply(machine.restarted(5, 1010, "new boot", "old boot"))
     assert machine.leases["a"].deadline - 5 == pytest.approx(left)
-
-
-def gang(sites=("a", "b", "c")):
-    return Gang(Lease("7f3a", "onc", "requested", tuple(Part(s, 2) for s in sites), 60, "now"))
-
-
-def go(machine, event, now=0.0):
-    decision = machine.step(event, now)
-    for entry in decision.entries:
-        machine.apply(entry)
-    return decision
-
-
-GRANTS = (Grant("GPU-1", 1), Grant("GPU-2", 1))
-
-
-def test_a_gang_is_active_only_when_every_site_has_committed():
-    machine = gang()
-    assert [ask.verb for ask in machine.start().effects] == ["hold"] * 3
-    for name in "ab":
-        assert not go(machine, PartHeld(name, GRANTS)).effects
-    assert [ask.verb for ask in go(machine, PartHeld("c", GRANTS)).effects] == ["commit"] * 3
-    for name in "ab":
-        assert not go(machine, PartCommitted(name)).replies
-        assert machine.lease.state == "held"
-    [said] = go(machine, PartCommitted("c")).replies
-    assert said.state == "active"
-
-
-def test_one_refusal_aborts_all_and_a_late_hold_is_given_up():
-    machine = gang()
-    go(machine, PartHeld("a", GRANTS))
-    decision = go(machine, PartRefused("b", "9 of 16 are free"))
-    assert machine.lease.state == "aborted" and machine.lease.reason == "9 of 16 are free"
-    assert {(ask.site, ask.verb) for ask in decision.effects} == {("a", "abort"), ("c", "abort")}
-    assert go(machine, PartHeld("c", GRANTS)).effects == (Ask("c", "abort"),)
-
-
-def test_a_hold_that_lapsed_before_its_commit_releases_the_others():
-    machine = gang()
-    for name in "abc":
-        go(machine, PartHeld(name, GRANTS))
-    go(machine, PartCommitted("a"))
-    decision = go(machine, PartRefused("b", "hold lapsed"))
-    assert machine.lease.state == "ending"
-    assert {(ask.site, ask.verb) for ask in decision.effects} == {("a", "release"), ("c", "release")}
-    go(machine, PartEnded("a", "x"))
-    assert go(machine, PartCommitted("c")).effects == (Ask("c", "release"),)
-    go(machine, PartEnded("c", "x"))
-    assert machine.lease.state == "failed"
-
-
-def test_what_was_not_decided_is_aborted_after_a_restart_and_what_was_is_carried_on():
-    undecided = gang()
-    assert {ask.verb for ask in go(undecided, Interrupted()).effects} == {"abort"}
-    assert undecided.lease.state == "aborted"
-    decided = gang()
-    for name in "abc":
-        go(decided, PartHeld(name, GRANTS))
-    assert {ask.verb for ask in Gang(decided.lease).step(Interrupted(), 0).effects} == {"commit"}
-
-
-def test_release_waits_for_every_site():
-    machine = gang()
-    for name in "abc":
-        go(machine, PartHeld(name, GRANTS))
-    for name in "abc":
-        go(machine, PartCommitted(name))
-    go(machine, EndAsked("released"))
-    for name in "ab":
-        go(machine, PartEnded(name, "released"))
-        assert machine.lease.state == "ending"
-    go(machine, PartEnded("c", "released"))
-    assert machine.lease.state == "released"
-    with pytest.raises(Refused):
-        machine.step(EndAsked("released"), 0)
-
-
-def test_a_site_that_expired_ends_the_gang():
-    machine = gang()
-    for name in "abc":
-        go(machine, PartHeld(name, GRANTS))
-    for name in "abc":
-        go(machine, PartCommitted(name))
-    assert {ask.site for ask in go(machine, PartEnded("b", "expired")).effects} == {"a", "c"}
-
-
-def test_what_a_site_says_after_a_reconnection_is_settled():
-    machine = gang()
-    for name in "abc":
-        go(machine, PartHeld(name, GRANTS))
-    held = machine.lease
-    from fedpool.records import SiteLease
-
-    at_site = SiteLease("7f3a", "onc", "held", GRANTS, 10)
-    assert site_says(held, "a", at_site) == Ask("a", "commit")
-    assert site_says(held, "a", msgspec.structs.replace(at_site, state="active")) == PartCommitted("a")
-    assert isinstance(site_says(held, "a", None), PartEnded)
-    assert isinstance(
-        site_says(held, "a", msgspec.structs.replace(at_site, state="aborted", reason="hold lapsed")), PartEnded
-    )
-    over = msgspec.structs.replace(held, state="aborted")
-    assert site_says(over, "a", at_site) == Ask("a", "abort")
-    assert site_says(over, "a", msgspec.structs.replace(at_site, state="active")) == Ask("a", "release")
-    assert site_says(over, "a", None) is None

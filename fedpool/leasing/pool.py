@@ -1,0 +1,412 @@
+"""The hub's side of leasing as one machine without input or output: tenants, queue and gangs decide together.
+
+Quota, order and placement are one decision, so two requests never count the same device or the same quota. State is the fold of
+the entries; what sites said last is kept beside it as hints, since the sites decide. While a lease is being placed nothing durable
+hangs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from fedpool.errors import Insufficient, NotFound, Refused, Unreachable, UsageError
+from fedpool.leasing import lease as life
+from fedpool.leasing.demand import nearest, require_known, require_sound
+from fedpool.leasing.gang import (
+    Ask,
+    EndAsked,
+    Gang,
+    GangEvent,
+    Interrupted,
+    LeaseRecorded,
+    NoticeAsked,
+    PartFailed,
+    Placed,
+    Reported,
+    ResizeAsked,
+    Unplaceable,
+)
+from fedpool.leasing.queue import Plan, Queue
+from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants, require_quota
+from fedpool.names import NAME, RULE
+from fedpool.placement.capacity import Capacity
+from fedpool.records import Inventory, Lease, Part, Quota, SiteLease, Tenant
+from fedpool.step import Decision
+from fedpool.units import format_duration
+
+RETRY_S = 1.0
+
+PoolEntry: TypeAlias = LeaseRecorded | TenantRecorded | TenantRemoved
+PoolDecision: TypeAlias = Decision[PoolEntry, Lease | Tenant, Ask]
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """Somebody asks for a lease."""
+
+    lease: Lease
+
+
+class ForLease(msgspec.Struct, frozen=True):
+    """Something happened to one lease."""
+
+    lease: str
+    event: GangEvent
+
+
+class PlanWanted(msgspec.Struct, frozen=True):
+    """See what can start now."""
+
+
+class TenantSet(msgspec.Struct, frozen=True):
+    """A tenant as it is to be."""
+
+    tenant: Tenant
+
+
+class TenantDropped(msgspec.Struct, frozen=True):
+    """A tenant is to be one no longer."""
+
+    name: str
+
+
+PoolEvent: TypeAlias = Submitted | ForLease | PlanWanted | TenantSet | TenantDropped
+
+
+class Pool:
+    """All tenants and leases of the hub.
+
+    Args:
+        sites: their names.
+
+    Attributes:
+        gangs: {lease: its machine}.
+        capacity: what the sites last said.
+    """
+
+    def __init__(self, sites: Iterable[str]) -> None:
+        self.term = 0
+        self.gangs: dict[str, Gang] = {}
+        self.capacity = Capacity()
+        self.tenants = Tenants()
+        self.running: dict[str, Lease] = {}
+        self.queue = Queue(self.capacity, self.tenants, self.running)
+        self._placing: dict[str, tuple[Part, ...]] = {}
+        for name in sites:
+            self.capacity.add(name)
+
+    # --- the fold
+
+    def apply(self, entry: PoolEntry) -> None:
+        """Fold one durable entry into the state."""
+        match entry:
+            case LeaseRecorded():
+                self._put(entry)
+            case TenantRecorded() | TenantRemoved():
+                self.tenants.apply(entry)
+                self.queue.mark()
+
+    def _put(self, entry: LeaseRecorded) -> None:
+        lease = entry.lease
+        gang = self.gangs.get(lease.id)
+        if gang is None:
+            gang = self.gangs[lease.id] = Gang(lease, self.term)
+        gang.apply(entry)
+        before = self.running.pop(lease.id, None)
+        if before is not None:
+            self.tenants.take(before, -1)
+        if lease.state in ("held", "active", "ending"):
+            self.running[lease.id] = lease
+            self.tenants.take(lease, 1)
+        self._charge(before, lease)
+        if lease.state in ("requested", "queued"):
+            self.queue.add(lease)
+        else:
+            self.queue.remove(lease.id)
+        if before is not None and (lease.state in life.FINAL or lease.gpus != before.gpus):
+            for part in before.parts:
+                self.queue.mark(part.kind)
+
+    def _charge(self, before: Lease | None, lease: Lease) -> None:
+        """A lease is charged to its end when it starts and when it is renewed, and credited with what it did not use."""
+        charged = before.gpus * before.deadline if before is not None and before.started else 0.0
+        if lease.state == "active":
+            at = lease.started
+            charged = charged or lease.gpus * at
+            self.tenants.charge(lease, lease.gpus * lease.deadline - charged, at)
+        elif before is not None and before.started and lease.state in life.FINAL:
+            self.tenants.charge(lease, before.gpus * min(0.0, lease.ended - before.deadline), lease.ended)
+
+    def check(self) -> None:
+        """Assert the invariants: what tenants hold is what their leases say, and each waits or runs, never both."""
+        held: dict[tuple[str, str, str], int] = {}
+        for lease in self.running.values():
+            for part in lease.parts:
+                if part.is_live:
+                    key = (lease.tenant, part.kind, part.site)
+                    held[key] = held.get(key, 0) + part.gpus
+        for lease_id, parts in self._placing.items():
+            for part in parts:
+                key = (self.gangs[lease_id].lease.tenant, part.kind, part.site)
+                held[key] = held.get(key, 0) + part.gpus
+        assert held == self.tenants.held, f"{held} is held; the tenants' account says {self.tenants.held}"
+        assert not self.running.keys() & self.queue.waiting.keys(), "a lease waits and runs"
+
+    # --- what the sites say; hints, not entries
+
+    def site_described(
+        self, name: str, inventory: Inventory, leases: Sequence[SiteLease], cordons: Mapping[str, str]
+    ) -> None:
+        """A site is up and has said everything about itself."""
+        site = self.capacity.add(name)
+        site.up = True
+        site.describe(inventory, leases, cordons)
+        for lease_id in [lease_id for lease_id, parts in self._placing.items() if any(p.site == name for p in parts)]:
+            self.capacity.settle(lease_id, name)
+        self.capacity.refresh(name)
+        self.queue.mark()
+
+    def site_cordoned(self, name: str, cordons: Mapping[str, str]) -> None:
+        """What a site grants has changed."""
+        self.capacity.sites[name].set_cordons(cordons)
+        self.capacity.refresh(name)
+        self.queue.mark()
+
+    def site_lost(self, name: str) -> None:
+        """A site is silent: nothing of it is free."""
+        self.capacity.sites[name].up = False
+        self.capacity.refresh(name)
+
+    def _see(self, site: str, lease: SiteLease) -> None:
+        touched = self.capacity.sites[site].note(lease)
+        self.capacity.settle(lease.id, site)
+        self.capacity.refresh(site)
+        if not lease.occupies:
+            for kind in touched:
+                self.queue.mark(kind)
+
+    # --- decisions
+
+    def step(self, event: PoolEvent, now: float) -> PoolDecision:
+        """Decide what follows from an event; see `fedpool.step`.
+
+        Raises:
+            IbshellError: the event is refused and nothing has changed.
+        """
+        match event:
+            case Submitted():
+                return self._submitted(event.lease, now)
+            case ForLease():
+                return self._for_lease(event.lease, event.event, now)
+            case PlanWanted():
+                return self._plan(now)
+            case TenantSet():
+                return self._tenant_set(event.tenant)
+            case TenantDropped():
+                return self._tenant_dropped(event.name)
+
+    def _submitted(self, lease: Lease, now: float) -> PoolDecision:
+        demand = lease.demand
+        self.tenants.require(lease.tenant, demand.priority)
+        require_sound(demand, lease.duration_s)
+        require_known(demand, self.capacity.kinds, self.capacity.sites)
+        if demand.not_before and demand.not_before < now:
+            raise UsageError(
+                f"a start {format_duration(now - demand.not_before)} ago", "name a time that is still to come"
+            )
+        for name in demand.site_names:
+            if not self.capacity.sites[name].up and demand.max_wait_s == 0 and not demand.not_before:
+                raise Unreachable(f"{name} cannot be reached", "ask again when it is back, or wait for it: --wait 1h")
+        total = sum(int(self.capacity.total[:, column].sum()) for column in self.capacity.columns(demand.shape))
+        kind = " or ".join(demand.shape.kinds) or "GPU"
+        if total < demand.gpus:
+            raise Insufficient(
+                f"{demand.gpus} {kind} asked for; the pool has {total}", "ask for fewer, or another type"
+            )
+        entry = LeaseRecorded(lease)
+        return Decision(entries=(entry,), replies=(lease,))
+
+    def _for_lease(self, lease_id: str, event: GangEvent, now: float) -> PoolDecision:
+        if isinstance(event, Reported) and event.lease is not None:
+            if self.capacity.sites[event.site].is_stale(event.lease):
+                return Decision()
+            self._see(event.site, event.lease)
+        gang = self.gangs.get(lease_id)
+        if gang is None:
+            return Decision()
+        if isinstance(event, PartFailed):
+            self._distrust(event)
+        decision = gang.step(event, now)
+        if not gang.placing or any(e.lease.state not in ("requested", "queued") for e in decision.entries):
+            self._unplace(lease_id)
+        wake_at = decision.wake_at
+        waits = gang.lease.state in ("requested", "queued") and not gang.placing
+        if (
+            waits
+            and lease_id not in self.queue.waiting
+            and not any(e.lease.state == "aborted" for e in decision.entries)
+        ):
+            self.queue.waiting[lease_id] = gang.lease  # looked at again with the next change, or in a moment
+            wake_at = now + RETRY_S
+        return Decision(decision.entries, decision.replies, decision.effects, wake_at)
+
+    def _distrust(self, event: PartFailed) -> None:
+        site = self.capacity.sites[event.site]
+        if isinstance(event.error, Unreachable):
+            return
+        site.version += 1
+        self.capacity.refresh(event.site)
+
+    def _unplace(self, lease_id: str) -> None:
+        """It is no longer being placed: either its own record counts from now on, or it waits again."""
+        parts = self._placing.pop(lease_id, ())
+        tenant = self.gangs[lease_id].lease.tenant
+        for part in parts:
+            key = (tenant, part.kind, part.site)
+            left = self.tenants.held.get(key, 0) - part.gpus
+            if left:
+                self.tenants.held[key] = left
+            else:
+                self.tenants.held.pop(key, None)
+            if self.capacity.settle(lease_id, part.site):
+                self.capacity.refresh(part.site)
+
+    def _plan(self, now: float) -> PoolDecision:
+        plan = self.queue.plan(now)
+        entries: list[PoolEntry] = []
+        replies: list[Lease | Tenant] = []
+        effects: list[Ask] = []
+        for lease_id, event in self._proposals(plan, now):
+            gang = self.gangs[lease_id]
+            if isinstance(event, Placed):
+                self._placing[lease_id] = event.parts
+                self.queue.remove(lease_id)
+            decision = gang.step(event, now)
+            entries += decision.entries
+            replies += decision.replies
+            effects += decision.effects
+        return Decision(entries, replies, effects, self._wake(now))
+
+    def _proposals(self, plan: Plan, now: float) -> Iterable[tuple[str, GangEvent]]:
+        for lease_id, parts in plan.starts:
+            yield lease_id, Placed(parts, (self.term << 20) + (self.gangs[lease_id].lease.attempt & 0xFFFFF) + 1)
+        for lease_id in plan.unplaced:
+            lease = self.gangs[lease_id].lease
+            over = self._waited_too_long(lease, now)
+            if lease.state == "requested" or over:
+                yield lease_id, Unplaceable(self.why(lease, now), over)
+        for victim in plan.notices:
+            if victim.keep:
+                yield victim.lease, ResizeAsked(victim.keep, self.queue.grace_s)
+            else:
+                yield victim.lease, NoticeAsked(victim.reason, self.queue.grace_s)
+        for lease_id, target in plan.growths:
+            yield lease_id, ResizeAsked(target, 0.0)
+
+    @staticmethod
+    def _waited_too_long(lease: Lease, now: float) -> bool:
+        wait = lease.demand.max_wait_s
+        return wait is not None and now >= max(lease.submitted, lease.demand.not_before) + wait
+
+    def _wake(self, now: float) -> float | None:
+        """When time alone may change something for those that wait."""
+        times = [lease.demand.not_before for lease in self.queue.waiting.values() if lease.demand.not_before > now]
+        times += [
+            max(lease.submitted, lease.demand.not_before) + lease.demand.max_wait_s
+            for lease in self.queue.waiting.values()
+            if lease.demand.max_wait_s is not None
+        ]
+        return min((time for time in times if time > now), default=None)
+
+    def _tenant_set(self, tenant: Tenant) -> PoolDecision:
+        if not NAME.fullmatch(tenant.name):
+            raise UsageError(f"tenant {tenant.name!r} is no name: {RULE}")
+        if not tenant.weight > 0:
+            raise UsageError(f"a weight of {tenant.weight:g}", "it is larger than 0")
+        for quota in tenant.quotas:
+            require_quota(quota)
+            if quota.site != ANY and quota.site not in self.capacity.sites:
+                raise NotFound(f"no site {quota.site!r}", nearest(quota.site, self.capacity.sites, "ibshell site list"))
+            if quota.kind != ANY and self.capacity.kinds and quota.kind not in self.capacity.kinds:
+                raise NotFound(
+                    f"no site has a {quota.kind!r} GPU", nearest(quota.kind, self.capacity.kinds, "ibshell gpu list")
+                )
+        return Decision(entries=(TenantRecorded(tenant),), replies=(tenant,))
+
+    def _tenant_dropped(self, name: str) -> PoolDecision:
+        if name not in self.tenants.known:
+            raise NotFound(f"no tenant {name!r}", nearest(name, self.tenants.known, "ibshell tenant list shows them"))
+        live = [g.lease.id for g in self.gangs.values() if g.lease.tenant == name and g.lease.state in life.LIVE]
+        if live:
+            raise Refused(
+                f"tenant {name} has {len(live)} leases: {', '.join(live[:5])}", "release or revoke them first"
+            )
+        return Decision(entries=(TenantRemoved(name),), replies=(self.tenants.known[name],))
+
+    def interrupted(self, now: float) -> list[PoolDecision]:
+        """After a restart: what was decided is carried on; who does not wait and was not decided is over."""
+        decisions: list[PoolDecision] = []
+        for gang in self.gangs.values():
+            gang.term = self.term
+            event: GangEvent = Interrupted()
+            if gang.lease.state == "requested" and gang.lease.demand.max_wait_s == 0:
+                event = EndAsked("the hub restarted before it had decided")
+            if gang.lease.state in life.LIVE:
+                decision = gang.step(event, now)
+                decisions.append(Decision(decision.entries, decision.replies, decision.effects))
+        return decisions
+
+    # --- why
+
+    def why(self, lease: Lease, now: float) -> str:
+        """What a waiting lease waits for, in words."""
+        demand = lease.demand
+        if demand.not_before > now:
+            return f"it is to start in {format_duration(demand.not_before - now)}"
+        for quota in self._full_quotas(lease):
+            held = self.tenants.holds(lease.tenant, quota.kind, quota.site)
+            where = "all sites" if quota.site == ANY else quota.site
+            kind = "GPUs" if quota.kind == ANY else quota.kind
+            return f"tenant {lease.tenant} holds {held} of at most {quota.limit} {kind} at {where}; {demand.gpus} asked for"
+        columns = self.capacity.columns(demand.shape)
+        rows = [self.capacity.row[name] for name in demand.site_names] or slice(None)
+        free = max((int(self.capacity.available(demand.shape, c)[rows].sum()) for c in columns), default=0)
+        total = sum(int(self.capacity.total[rows, column].sum()) for column in columns)
+        kind = " or ".join(demand.shape.kinds) or "GPU"
+        if free >= demand.gpus:
+            promise = next(
+                (p for p in self.queue.timeline.promises if p.lease != lease.id and p.column in columns), None
+            )
+            if promise is not None:
+                when = format_duration(max(0.0, promise.start - now))
+                return f"{free} of {total} {kind} are free, but lease {promise.lease} is promised them in {when}"
+            sites = len(demand.site_names) or demand.sites
+            over = f" over {sites} sites" if sites else ""
+            return (
+                f"{demand.gpus} {kind} asked for{over}; {free} of {total} are free, but not where and how it wants them"
+            )
+        return f"{demand.gpus} {kind} asked for; {free} of {total} are free"
+
+    def _full_quotas(self, lease: Lease) -> Iterable[Quota]:
+        for quota in self.tenants.limits(lease.tenant):
+            kinds = lease.demand.shape.kinds
+            if quota.limit is None or (quota.kind != ANY and kinds and quota.kind not in kinds):
+                continue
+            if quota.site != ANY and quota.site not in lease.demand.site_names:
+                continue
+            if self.tenants.holds(lease.tenant, quota.kind, quota.site) + lease.demand.gpus > quota.limit:
+                yield quota
+
+    def expected_start(self, lease: Lease, now: float) -> float | None:
+        """Seconds until a waiting lease starts at the earliest, if nothing is renewed; None where nothing that ends will do."""
+        promise = next((p for p in self.queue.timeline.promises if p.lease == lease.id), None)
+        if promise is not None:
+            return max(0.0, promise.start - now)
+        found = self.queue.earliest(lease, now)
+        return None if found is None else max(0.0, found.start - now)
+
+    def ahead(self, lease: Lease, now: float) -> int:
+        """How many requests come before a waiting one."""
+        return self.queue.position(lease.id, now)

@@ -1,0 +1,115 @@
+"""What a site's lease machine is asked and told; the tag of each is its method on the wire, `lease.hold` and so on.
+
+Only durations are in them, never times of day. `term` is the hub's: a site obeys no smaller one than it has seen.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from fedpool.records import Shape
+
+
+class Hold(msgspec.Struct, frozen=True, tag="hold", omit_defaults=True):
+    """Set devices aside for `ttl_s` seconds; a later attempt replaces an earlier one of the same lease."""
+
+    lease: str
+    tenant: str
+    gpus: int
+    ttl_s: float
+    term: int
+    shape: Shape = Shape()
+    duration_s: float = 0.0
+    attempt: int = 0
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """Turn a hold into a lease of `duration_s` seconds."""
+
+    lease: str
+    duration_s: float
+    term: int
+    attempt: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Give up a hold."""
+
+    lease: str
+    term: int
+    attempt: int = 0
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """Let an active lease end `duration_s` seconds from now."""
+
+    lease: str
+    duration_s: float
+    term: int
+
+
+class Resize(msgspec.Struct, frozen=True, tag="resize"):
+    """Let an active lease have `gpus` devices here: more are added at once, those too many are given back within `grace_s`."""
+
+    lease: str
+    gpus: int
+    grace_s: float
+    term: int
+
+
+class Notify(msgspec.Struct, frozen=True, tag="notify"):
+    """Give an active lease notice: it ends in `grace_s` seconds at the latest and cannot be renewed; its processes are told."""
+
+    lease: str
+    grace_s: float
+    reason: str
+    term: int
+
+
+class Transfer(msgspec.Struct, frozen=True, tag="transfer"):
+    """Give an active lease to another tenant: the old one's processes end, then its devices get new tokens."""
+
+    lease: str
+    tenant: str
+    term: int
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """End a lease: its processes are killed, then its devices are free."""
+
+    lease: str
+    term: int
+    reason: str = ""
+
+
+class Cordon(msgspec.Struct, frozen=True, tag="cordon"):
+    """Grant nothing new on a node or device, or, with `what` empty, at the whole site; what runs goes on."""
+
+    what: str
+    reason: str
+    term: int
+
+
+class Uncordon(msgspec.Struct, frozen=True, tag="uncordon"):
+    """Grant on it again."""
+
+    what: str
+    term: int
+
+
+class Tick(msgspec.Struct, frozen=True, tag="tick"):
+    """Time has passed."""
+
+
+class ProcessesGone(msgspec.Struct, frozen=True, tag="gone"):
+    """The driver has seen that no process of a lease is left on these devices (all of them, where none is named)."""
+
+    lease: str
+    devices: tuple[str, ...] = ()
+
+
+LeaseEvent: TypeAlias = Hold | Commit | Abort | Renew | Resize | Notify | Transfer | Release
+SiteEvent: TypeAlias = Cordon | Uncordon
+GrantEvent: TypeAlias = LeaseEvent | SiteEvent | Tick | ProcessesGone

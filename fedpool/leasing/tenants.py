@@ -1,0 +1,156 @@
+"""Tenants: what belongs to them, what they hold, and how much of the pool they have had lately.
+
+A quota line guarantees devices of a kind at a site; what its tenant leaves idle others may borrow, up to their limits, and it is
+taken back when its owner wants it. What was used decays by half every `HALF_LIFE_S`; a lease is charged in full when it starts
+and credited with what it did not use when it ends, so that one decision in a batch already counts for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from fedpool.errors import NotFound, Refused, UsageError
+from fedpool.leasing.demand import nearest, rank
+from fedpool.names import NAME, RULE
+from fedpool.records import PRIORITIES, Lease, Quota, Tenant
+
+HALF_LIFE_S = 7 * 86400.0
+ANY = "*"
+
+
+class TenantRecorded(msgspec.Struct, frozen=True, tag="tenant.recorded"):
+    """A tenant as it is from now on."""
+
+    tenant: Tenant
+
+
+class TenantRemoved(msgspec.Struct, frozen=True, tag="tenant.removed"):
+    """No longer a tenant."""
+
+    name: str
+
+
+class Use(msgspec.Struct, frozen=True, array_like=True):
+    """Device-seconds a tenant has been charged, decayed to the time they were last touched."""
+
+    tenant: str
+    device_s: float
+    at: float
+
+
+class Tenants:
+    """All tenants, and what each holds.
+
+    Attributes:
+        known: {name: tenant}; while it is empty the pool is open to everybody.
+        held: {(tenant, kind, site): devices}.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, Tenant] = {}
+        self.held: dict[tuple[str, str, str], int] = {}
+        self._used: dict[str, Use] = {}
+
+    def apply(self, entry: TenantRecorded | TenantRemoved) -> None:
+        """Fold one durable entry into the state."""
+        if isinstance(entry, TenantRecorded):
+            self.known[entry.tenant.name] = entry.tenant
+        else:
+            self.known.pop(entry.name, None)
+
+    def require(self, name: str, priority: str = "normal") -> Tenant:
+        """A tenant that may ask at this priority.
+
+        Raises:
+            NotFound: there is none of that name; the nearest is named.
+            Refused: the priority is above its highest.
+        """
+        if not NAME.fullmatch(name):
+            raise UsageError(f"tenant {name!r} is no name: {RULE}")
+        if not self.known:
+            return Tenant(name, highest=PRIORITIES[-1])
+        tenant = self.known.get(name)
+        if tenant is None:
+            raise NotFound(f"no tenant {name!r}", nearest(name, self.known, "ibshell tenant list shows them"))
+        if rank(priority) > rank(tenant.highest):
+            raise Refused(
+                f"priority {priority} for tenant {name}, whose highest is {tenant.highest}",
+                "ask at that one, or the operator",
+            )
+        return tenant
+
+    # --- what is held
+
+    def take(self, lease: Lease, sign: int) -> None:
+        """Count a lease's live parts as held (1), or no longer (-1)."""
+        for part in lease.parts:
+            if part.is_live:
+                key = (lease.tenant, part.kind, part.site)
+                left = self.held.get(key, 0) + sign * part.gpus
+                if left:
+                    self.held[key] = left
+                else:
+                    self.held.pop(key, None)
+
+    def holds(self, tenant: str, kind: str = ANY, site: str = ANY) -> int:
+        """Devices a tenant holds of a kind at a site."""
+        return sum(
+            count
+            for (who, what, where), count in self.held.items()
+            if who == tenant and kind in (ANY, what) and site in (ANY, where)
+        )
+
+    def guaranteed(self, tenant: str, kind: str) -> int:
+        """Devices of a kind, over all sites, that belong to a tenant."""
+        known = self.known.get(tenant)
+        return sum(quota.gpus for quota in known.quotas if quota.kind in (ANY, kind)) if known else 0
+
+    def borrowed(self, tenant: str, kind: str) -> int:
+        """Devices of a kind that a tenant holds beyond what belongs to it."""
+        return max(0, self.holds(tenant, kind) - self.guaranteed(tenant, kind))
+
+    def limits(self, tenant: str) -> Iterator[Quota]:
+        """The quota lines of a tenant that have a limit."""
+        known = self.known.get(tenant)
+        return (quota for quota in known.quotas if quota.limit is not None) if known else iter(())
+
+    # --- what was used
+
+    def charge(self, lease: Lease, device_s: float, now: float) -> None:
+        """Charge (or, negative, credit) device-seconds."""
+        self._used[lease.tenant] = Use(lease.tenant, max(0.0, self.used(lease.tenant, now) + device_s), now)
+
+    def used(self, tenant: str, now: float) -> float:
+        """Device-seconds a tenant has been charged, decayed to now."""
+        use = self._used.get(tenant)
+        return use.device_s * 0.5 ** (max(0.0, now - use.at) / HALF_LIFE_S) if use else 0.0
+
+    def share(self, tenant: str, now: float) -> float:
+        """What decides who comes first: use by weight, the least first."""
+        known = self.known.get(tenant)
+        return self.used(tenant, now) / (known.weight if known else 1.0)
+
+    def uses(self) -> tuple[Use, ...]:
+        """For a snapshot."""
+        return tuple(self._used.values())
+
+    def restore(self, uses: Iterable[Use], shift_s: float = 0.0) -> None:
+        """From a snapshot, or after the machine's clock began anew."""
+        self._used = {use.tenant: Use(use.tenant, use.device_s, use.at + shift_s) for use in uses}
+
+
+def require_quota(quota: Quota) -> Quota:
+    """A quota line that makes sense.
+
+    Raises:
+        UsageError: naming the value and the limit.
+    """
+    if quota.gpus < 0:
+        raise UsageError(f"a quota of {quota.gpus} GPUs", "0 or more")
+    if quota.limit is not None and quota.limit < quota.gpus:
+        raise UsageError(
+            f"a quota of {quota.gpus} GPUs with a limit of {quota.limit}", "the limit is at least the quota"
+        )
+    return quota

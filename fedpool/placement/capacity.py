@@ -1,0 +1,222 @@
+"""The pool as the hub sees it: what every site has, what of it is free, in flat arrays; hints, since the sites decide.
+
+Rows are sites, columns are kinds of device. What the hub has just asked a site for counts as taken until the site's word
+about it arrives. A silent site has nothing free.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpool.placement import policies
+from fedpool.records import WHOLE_MILLI, Device, Inventory, Shape, SiteLease
+
+Counts = NDArray[np.int64]
+
+
+class SitePicture:
+    """One site, from its own words.
+
+    Attributes:
+        name: of the site.
+        up: whether it answers.
+        trusted: False from a refusal that contradicts the picture until the site has described itself anew.
+        leases: {id: lease that occupies devices}.
+        version: grows with every change.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.up = False
+        self.trusted = True
+        self.inventory = Inventory((), "")
+        self.devices: list[Device] = []
+        self.leases: dict[str, SiteLease] = {}
+        self.cordons: dict[str, str] = {}
+        self.used: dict[str, int] = {}
+        self.version = 0
+        self._kinds: dict[str, str] = {}
+        self._seen: dict[str, int] = {}  # version of the latest report about a lease, those that are over included
+
+    def describe(self, inventory: Inventory, leases: Sequence[SiteLease], cordons: Mapping[str, str]) -> None:
+        """Everything anew."""
+        self.inventory, self.devices = inventory, inventory.devices()
+        self.leases = {lease.id: lease for lease in leases if lease.occupies}
+        self.cordons = dict(cordons)
+        self._seen = {lease.id: lease.version for lease in leases}
+        self._kinds = {device.uuid: device.kind for device in self.devices}
+        self.trusted = True
+        self._count()
+
+    def set_cordons(self, cordons: Mapping[str, str]) -> None:
+        """What may not be granted."""
+        self.cordons = dict(cordons)
+        self._count()
+
+    def _count(self) -> None:
+        self.used = {}
+        for lease in self.leases.values():
+            for grant in lease.grants:
+                self.used[grant.uuid] = self.used.get(grant.uuid, 0) + grant.milli
+        for device in self.devices:
+            if self.cordons and self.cordons.keys() & {"", device.node, device.uuid}:
+                self.used[device.uuid] = self.used.get(device.uuid, 0) + WHOLE_MILLI
+        self.version += 1
+
+    def is_stale(self, lease: SiteLease) -> bool:
+        """Whether a newer report about this lease has come before."""
+        return lease.version < self._seen.get(lease.id, 0)
+
+    def note(self, lease: SiteLease) -> set[str]:
+        """Take in the latest word about one lease; returns the kinds of which more or less is free now."""
+        touched: set[str] = set()
+        self._seen[lease.id] = lease.version
+        known = self.leases.pop(lease.id, None)
+        for old in known.grants if known else ():
+            self.used[old.uuid] = self.used.get(old.uuid, 0) - old.milli
+            touched.add(self._kinds.get(old.uuid, ""))
+        if lease.occupies:
+            self.leases[lease.id] = lease
+            for grant in lease.grants:
+                self.used[grant.uuid] = self.used.get(grant.uuid, 0) + grant.milli
+                touched.add(self._kinds.get(grant.uuid, ""))
+        self.version += 1
+        return touched
+
+    def kind_of(self, uuid: str) -> str | None:
+        """The kind of a device, or None where the site has no such device."""
+        return self._kinds.get(uuid)
+
+    def free_by_kind(self) -> dict[str, int]:
+        """{kind: devices that are wholly free}."""
+        free: dict[str, int] = {}
+        for device in self.devices:
+            if not self.used.get(device.uuid):
+                free[device.kind] = free.get(device.kind, 0) + 1
+        return free
+
+    def total_by_kind(self) -> dict[str, int]:
+        """{kind: devices}."""
+        total: dict[str, int] = {}
+        for device in self.devices:
+            total[device.kind] = total.get(device.kind, 0) + 1
+        return total
+
+    def obtainable(self, shape: Shape) -> dict[str, int]:
+        """{kind: devices that could be had together}, for a shape that a count does not describe."""
+        nodes = {device.uuid: device.node for device in self.devices} if shape.avoid else {}
+        avoided = {
+            nodes[grant.uuid]
+            for lease in self.leases.values()
+            if lease.tenant in shape.avoid
+            for grant in lease.grants
+            if grant.uuid in nodes
+        }
+        candidates = policies.usable(self.devices, self.used, shape, avoided)
+        kinds = {device.kind for device in candidates}
+        return {kind: policies.most([d for d in candidates if d.kind == kind], shape) for kind in kinds}
+
+
+class Capacity:
+    """All sites.
+
+    Attributes:
+        sites: {name: picture}.
+        names: row -> site.
+        kinds: column -> kind.
+        free: [site, kind] devices wholly free and not spoken for; a silent or distrusted site has none.
+        total: [site, kind] devices.
+    """
+
+    def __init__(self) -> None:
+        self.sites: dict[str, SitePicture] = {}
+        self.names: list[str] = []
+        self.kinds: list[str] = []
+        self.row: dict[str, int] = {}
+        self.column: dict[str, int] = {}
+        self.free: Counts = np.zeros((0, 0), np.int64)
+        self.total: Counts = np.zeros((0, 0), np.int64)
+        self._pending: dict[tuple[str, str], tuple[str, int]] = {}  # (lease, site) -> (kind, devices)
+        self._obtainable: dict[tuple[str, Shape], tuple[int, dict[str, int]]] = {}
+
+    def add(self, name: str) -> SitePicture:
+        """A site, known from now on."""
+        if name not in self.sites:
+            self.sites[name] = SitePicture(name)
+            self.row[name] = len(self.names)
+            self.names.append(name)
+            self._grow(len(self.names), len(self.kinds))
+        return self.sites[name]
+
+    def _grow(self, rows: int, columns: int) -> None:
+        for key in ("free", "total"):
+            old: Counts = getattr(self, key)
+            if old.shape != (rows, columns):
+                new = np.zeros((rows, columns), np.int64)
+                new[: old.shape[0], : old.shape[1]] = old
+                setattr(self, key, new)
+
+    def refresh(self, name: str) -> None:
+        """Bring the arrays' row of a site up to its picture."""
+        site, row = self.sites[name], self.row[name]
+        total = site.total_by_kind()
+        for kind in total:
+            if kind not in self.column:
+                self.column[kind] = len(self.kinds)
+                self.kinds.append(kind)
+        self._grow(len(self.names), len(self.kinds))
+        self.total[row], self.free[row] = 0, 0
+        for kind, count in total.items():
+            self.total[row, self.column[kind]] = count
+        if site.up and site.trusted:
+            for kind, count in site.free_by_kind().items():
+                self.free[row, self.column[kind]] = count
+            for (_, where), (kind, count) in self._pending.items():
+                if where == name and kind in self.column:
+                    self.free[row, self.column[kind]] -= count
+            np.maximum(self.free[row], 0, out=self.free[row])
+
+    def speak_for(self, lease: str, site: str, kind: str, count: int) -> None:
+        """Devices that the site is about to be asked for."""
+        self._pending[lease, site] = (kind, count)
+        if kind in self.column:
+            self.free[self.row[site], self.column[kind]] -= count
+
+    def settle(self, lease: str, site: str) -> bool:
+        """The site has spoken about them, or they are no longer wanted; returns whether there were any."""
+        return self._pending.pop((lease, site), None) is not None
+
+    def columns(self, shape: Shape) -> list[int]:
+        """The columns of the kinds that will do."""
+        if shape.kinds:
+            return [self.column[kind] for kind in shape.kinds if kind in self.column]
+        return [column for kind, column in self.column.items() if "/" not in kind]
+
+    def available(self, shape: Shape, column: int, rows: Sequence[int] | None = None) -> Counts:
+        """[site] devices of one kind that could be had now.
+
+        Args:
+            shape: what is wanted.
+            column: of the kind.
+            rows: only these sites matter, or None for all.
+        """
+        if shape.is_plain:
+            return self.free[:, column].copy()
+        found = np.zeros(len(self.names), np.int64)
+        kind = self.kinds[column]
+        for row in range(len(self.names)) if rows is None else rows:
+            site = self.sites[self.names[row]]
+            if site.up and site.trusted and self.total[row, column]:
+                pending = sum(n for (_, where), (k, n) in self._pending.items() if where == site.name and k == kind)
+                found[row] = max(0, self._cached(site, shape).get(kind, 0) - pending)
+        return found
+
+    def _cached(self, site: SitePicture, shape: Shape) -> dict[str, int]:
+        known = self._obtainable.get((site.name, shape))
+        if known is None or known[0] != site.version:
+            if len(self._obtainable) > 100_000:
+                self._obtainable.clear()
+            known = (site.version, site.obtainable(shape))
+            self._obtainable[site.name, shape] = known
+        return known[1]
