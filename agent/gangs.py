@@ -39,6 +39,7 @@ from fedpool.leasing.gang import (
 )
 from fedpool.leasing.pool import ForLease, PlanWanted, Pool, PoolDecision, PoolEntry, PoolEvent, Submitted
 from fedpool.leasing.requests import Hold, Renew
+from fedpool.names import require_id
 from fedpool.records import Demand, Lease, Part, Shape, SiteLease
 from fedpool.wire.messages import LeaseView, LeaseWanted
 
@@ -161,7 +162,7 @@ class Gangs:
         )
         if wanted.starts_in_s < 0:
             raise UsageError(f"a start {-wanted.starts_in_s:.0f} s ago", "name a time that is still to come")
-        new = self._new_id()
+        new = require_id(wanted.id, "lease") if wanted.id else self._new_id()
         starts_at = clock.wall(wanted.starts_in_s) if wanted.starts_in_s else ""
         return Lease(
             new,
@@ -210,7 +211,13 @@ class Gangs:
             IbshellError: there is no lease, and no device is held for it.
         """
         lease = self.lease_of(wanted)
-        await self._step(Submitted(lease))
+        known = self.machine.gangs.get(lease.id)
+        if known is None:
+            await self._step(Submitted(lease))
+        elif not _same(known.lease, lease):
+            raise Refused(
+                f"lease {lease.id} is there already and was asked for differently", "use a new key for a new request"
+            )
         try:
             final = await self._wait(
                 lease.id,
@@ -223,7 +230,7 @@ class Gangs:
         except TimedOut:
             await self._step(ForLease(lease.id, EndAsked("failed: not every site answered in time")))
             raise
-        if final.state not in ("active", "queued"):
+        if final.state not in ("active", "queued") and not final.started:
             failure = self.machine.gangs[lease.id].failure
             if failure is not None:
                 raise from_wire(failure.code, failure.message, failure.hint)
@@ -474,3 +481,10 @@ class Gangs:
                 f"look again later: ibshell lease show {lease_id}",
             ) from None
         return gang.lease
+
+
+def _same(known: Lease, asked: Lease) -> bool:
+    """Whether two requests ask for the same; a start is given as so many seconds from then, so it may differ a little."""
+    starts = abs(known.demand.not_before - asked.demand.not_before) < 60 or not known.demand.not_before
+    demand = msgspec.structs.replace(asked.demand, not_before=known.demand.not_before)
+    return starts and (known.tenant, known.demand, known.duration_s) == (asked.tenant, demand, asked.duration_s)

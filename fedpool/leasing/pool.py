@@ -294,7 +294,7 @@ class Pool:
             yield lease_id, Placed(parts, (self.term << 20) + (self.gangs[lease_id].lease.attempt & 0xFFFFF) + 1)
         for lease_id in plan.unplaced:
             lease = self.gangs[lease_id].lease
-            over = self._waited_too_long(lease, now)
+            over = self.queue.has_waited_too_long(lease, now)
             if lease.state == "requested" or over:
                 yield lease_id, Unplaceable(self.why(lease, now), over)
         for victim in plan.notices:
@@ -304,11 +304,6 @@ class Pool:
                 yield victim.lease, NoticeAsked(victim.reason, self.queue.grace_s)
         for lease_id, target in plan.growths:
             yield lease_id, ResizeAsked(target, 0.0)
-
-    @staticmethod
-    def _waited_too_long(lease: Lease, now: float) -> bool:
-        wait = lease.demand.max_wait_s
-        return wait is not None and now >= max(lease.submitted, lease.demand.not_before) + wait
 
     def _wake(self, now: float) -> float | None:
         """When time alone may change something for those that wait."""

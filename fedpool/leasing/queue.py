@@ -25,7 +25,7 @@ from fedpool.leasing.tenants import ANY, Tenants
 from fedpool.leasing.timeline import Placement, Timeline, parts_of
 from fedpool.placement.capacity import Capacity, Counts
 from fedpool.placement.spread import spread
-from fedpool.records import Demand, Lease, Part
+from fedpool.records import PRIORITIES, Demand, Lease, Part
 
 AGE_S = 6 * 3600.0
 PROMISES_MAX = 16
@@ -74,6 +74,7 @@ class Queue:
         self._new: set[str] = set()
         self._changed: set[str] = set()  # kinds; ANY for all
         self._shares: dict[str, float] = {}
+        self._first: set[int] = set()  # kinds whose first waiting request has had its promise in this plan
 
     # --- what changed
 
@@ -108,29 +109,37 @@ class Queue:
     def plan(self, now: float) -> Plan:
         """Propose what to start, and what to end for it."""
         plan = Plan()
-        new, changed = self._new, self._changed
-        self._new, self._changed = set(), set()
+        new, self._new, self._changed = self._new, set(), set()
         self.timeline = timeline = Timeline(self.capacity, list(self.running.values()), now)
         self._promise_reservations(timeline, now)
-        nothing_free = self._nothing_fits(changed, new)
+        self._first = set()
+        nothing_free = self._nothing_fits()
         for lease in self._order(now):
             if lease.demand.not_before > now:
                 if lease.id in new:
                     plan.unplaced.append(lease.id)
                 continue
-            if nothing_free and lease.id not in new and len(timeline.promises) >= len(self.capacity.kinds):
+            if nothing_free and lease.id not in new and len(self._first) == len(self.capacity.kinds):
+                if self.has_waited_too_long(lease, now):
+                    plan.unplaced.append(lease.id)
                 continue
             self._consider(lease, plan, timeline, now)
         self._grow(plan, timeline)
         return plan
 
-    def _nothing_fits(self, changed: set[str], new: set[str]) -> bool:
+    def _nothing_fits(self) -> bool:
         """Whether no waiting request could start whatever the order: then only promises are to be renewed."""
         if not self.waiting or not self.capacity.kinds:
             return True
         most = int(self.capacity.free.sum(axis=0).max(initial=0))
         fractional = any(lease.demand.shape.milli < 1000 for lease in self.waiting.values())
         return not fractional and all(lease.demand.gpus > most for lease in self.waiting.values())
+
+    @staticmethod
+    def has_waited_too_long(lease: Lease, now: float) -> bool:
+        """Whether a request has waited for as long as it may."""
+        wait = lease.demand.max_wait_s
+        return wait is not None and now >= max(lease.submitted, lease.demand.not_before) + wait
 
     def _promise_reservations(self, timeline: Timeline, now: float) -> None:
         booked = [lease for lease in self.waiting.values() if lease.demand.not_before]
@@ -232,10 +241,13 @@ class Queue:
         if quota_only or lease.demand.max_wait_s == 0:
             return
         columns = self.capacity.columns(lease.demand.shape)
-        promised = {promise.column for promise in timeline.promises if not promise.reserved}
-        if promised & set(columns) or len(timeline.promises) >= PROMISES_MAX:
+        is_first = not self._first.issuperset(columns)
+        owner = any(quota.gpus for quota in self.tenants.quotas(lease.tenant))
+        if is_first or owner or lease.demand.priority == PRIORITIES[-1]:
+            self._preempt(lease, plan, caps)
+        if not is_first or len(timeline.promises) >= PROMISES_MAX:
             return
-        self._preempt(lease, plan, caps, now)
+        self._first.update(columns)
         found = timeline.earliest(lease, self._rows(lease.demand), caps, now)
         if found is not None:
             timeline.promise(lease, found, reserved=False)
@@ -257,7 +269,9 @@ class Queue:
             key = (tenant, part.kind, part.site)
             self.tenants.held[key] = self.tenants.held.get(key, 0) + gpus
 
-    def _preempt(self, lease: Lease, plan: Plan, caps: dict[int, Counts], now: float) -> None:
+    def _preempt(self, lease: Lease, plan: Plan, caps: dict[int, Counts]) -> None:
+        if not self.running:
+            return
         leaving = {victim.lease for victim in plan.notices}
         found = victims(
             lease, self.capacity, self.tenants, self.running.values(), caps, self._rows(lease.demand), leaving

@@ -104,17 +104,20 @@ class Tenants:
 
     def guaranteed(self, tenant: str, kind: str) -> int:
         """Devices of a kind, over all sites, that belong to a tenant."""
-        known = self.known.get(tenant)
-        return sum(quota.gpus for quota in known.quotas if quota.kind in (ANY, kind)) if known else 0
+        return sum(quota.gpus for quota in self.quotas(tenant) if quota.kind in (ANY, kind))
 
     def borrowed(self, tenant: str, kind: str) -> int:
         """Devices of a kind that a tenant holds beyond what belongs to it."""
         return max(0, self.holds(tenant, kind) - self.guaranteed(tenant, kind))
 
-    def limits(self, tenant: str) -> Iterator[Quota]:
-        """The quota lines of a tenant that have a limit."""
+    def quotas(self, tenant: str) -> tuple[Quota, ...]:
+        """The quota lines of a tenant."""
         known = self.known.get(tenant)
-        return (quota for quota in known.quotas if quota.limit is not None) if known else iter(())
+        return known.quotas if known else ()
+
+    def limits(self, tenant: str) -> Iterator[Quota]:
+        """Those that have a limit."""
+        return (quota for quota in self.quotas(tenant) if quota.limit is not None)
 
     # --- what was used
 

@@ -58,6 +58,7 @@ class LeaseWanted(msgspec.Struct, frozen=True, omit_defaults=True):
         starts_in_s: seconds until it is to start, 0 for as soon as possible.
         max_wait_s: how long it may wait: 0 not at all, None for ever.
         dry_run: only say what would happen.
+        id: the lease's id, chosen by who asks, who can then give it back whatever became of the answer; "" lets the hub choose.
     """
 
     tenant: str
@@ -79,6 +80,7 @@ class LeaseWanted(msgspec.Struct, frozen=True, omit_defaults=True):
     starts_in_s: float = 0.0
     max_wait_s: float | None = 0.0
     dry_run: bool = False
+    id: str = ""
 
 
 class LeaseView(msgspec.Struct, frozen=True, omit_defaults=True):

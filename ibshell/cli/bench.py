@@ -15,7 +15,7 @@ from ibshell.render import Column
 
 app = typer.Typer()
 
-BENCHES = ("secagg", "start")
+BENCHES = ("secagg", "lease", "start")
 COLUMNS = [
     Column("CASE", "case"),
     Column("VALUE", "value"),

@@ -1,5 +1,8 @@
 """`ibshell lease`: devices across sites, all or none, until a time."""
 
+import contextlib
+import hashlib
+import secrets
 import time
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -7,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpool.client.connection import Connection
-from fedpool.errors import Pending, Refused, UsageError
+from fedpool.errors import NotFound, Pending, Refused, UsageError
 from fedpool.units import format_duration, parse_duration, parse_size
 from fedpool.wire.messages import (
     ById,
@@ -112,9 +115,22 @@ def _starts_in(at: str) -> float:
     return seconds
 
 
+def _ask(connection: Connection, wanted: LeaseWanted, key: str) -> LeaseView:
+    """Ask for a lease; Ctrl-C before the answer gives back whatever became of it."""
+    try:
+        return connection.call("lease.request", wanted, LeaseView, key=key)
+    except KeyboardInterrupt:
+        if not wanted.dry_run:
+            diagnostics.say(f"giving lease {wanted.id} back; Ctrl-C again leaves it: ibshell lease release {wanted.id}")
+            with contextlib.suppress(NotFound), options.hub() as another:
+                another.call("lease.release", ById(wanted.id), LeaseView)
+        raise
+
+
 def _follow(connection: Connection, view: LeaseView, wait_s: float | None) -> LeaseView:
     """Wait until a lease no longer waits; Ctrl-C leaves it waiting and says how to come back."""
-    until = None if wait_s is None else time.monotonic() + wait_s
+    # A little longer than the lease may wait: the hub's word on it comes first.
+    until = None if wait_s is None else time.monotonic() + wait_s + 10.0
     said = ""
     try:
         while view.lease.state in ("requested", "queued", "held") and (until is None or time.monotonic() < until):
@@ -187,9 +203,12 @@ def request(
         starts_in_s=_starts_in(at),
         max_wait_s=wait_s if wait else (60.0 if at else 0.0),
         dry_run=dry_run,
+        id=hashlib.sha256(f"{tenant}/{idempotency_key}".encode()).hexdigest()[:8]
+        if idempotency_key
+        else secrets.token_hex(4),
     )
     with options.hub() as connection:
-        view = connection.call("lease.request", wanted, LeaseView, key=idempotency_key)
+        view = _ask(connection, wanted, idempotency_key)
         if dry_run:
             _foresee(view, output, explain)
             return
@@ -203,7 +222,8 @@ def request(
     if view.lease.state in ("requested", "queued", "held") and not at:
         raise Pending(f"lease {view.lease.id} still waits: {view.waits_for}", f"ibshell lease show {view.lease.id}")
     if view.lease.state not in ("active", "queued"):
-        raise Refused(f"lease {view.lease.id} is {view.lease.state}: {view.lease.reason}")
+        waited = f" after waiting {wait}" if wait else ""
+        raise Refused(f"lease {view.lease.id} is {view.lease.state}{waited}: {view.lease.reason}")
 
 
 def _foresee(view: LeaseView, output: str | None, explain: bool) -> None:

@@ -55,7 +55,8 @@ def test_a_request_waits_and_says_what_for(pool):
     foreseen = pool.cli("lease", "request", "-t", "b", "-g", "4", "--dry-run", "--explain", "-o", "json", status=5)
     assert json.loads(foreseen.stdout)["waits_for"] == "4 GPU asked for; 0 of 8 are free"
     assert 3600 < json.loads(foreseen.stdout)["starts_in_s"] < 3700
-    pool.cli("lease", "request", "-t", "b", "-g", "4", "--wait", "1s", status=8)
+    over = pool.cli("lease", "request", "-t", "b", "-g", "4", "--wait", "1s", status=5)
+    assert "is aborted after waiting 1s: 4 GPU asked for; 0 of 8 are free" in over.stderr
     waiting = pool.background("lease", "request", "-t", "b", "-g", "4", "--wait", "1m", "-o", "json")
     row = pool.until(lambda: next((row for row in pool.rows("lease") if row["state"] == "queued"), None))
     assert row["reason"] == "4 GPU asked for; 0 of 8 are free"

@@ -82,6 +82,20 @@ def settled(pool):
     }
 
 
+def test_ctrl_c_at_any_moment_leaves_nothing_behind(pool):
+    """Case 080: after SIGINT there is no lease, or one that is on its way to its end; lease list and sites agree."""
+    for step in range(12):
+        asking = pool.background("lease", "request", "-t", "a", "-g", "8")
+        time.sleep(0.12 + 0.015 * step)
+        asking.send_signal(signal.SIGINT)
+        out, err = asking.communicate(timeout=60)
+        if out or asking.returncode == 0:  # it was done, and its id said, before it was interrupted
+            pool.cli("lease", "release", pool.rows("lease")[-1]["id"])
+        pool.until(lambda: settled(pool))
+        assert not [row for row in pool.rows("lease") if row["state"] == "active"], f"step {step}: {err}"
+        assert all(leases == [""] for leases in truth(pool).values())
+
+
 def test_two_gangs_for_everything_get_it_one_at_a_time(make_pool):
     """Both ask for all devices at once: exactly one gets them, the other gets nothing and holds nothing."""
     pool = make_pool(3)

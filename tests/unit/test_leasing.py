@@ -1,14 +1,28 @@
-"""Leases: the table whole, the site's machine, the gang machine. Nothing is given twice, nothing is left half-done."""
+"""Leases: the table whole, the site's machine, cases of restarts. Nothing is given twice, nothing is left half-done."""
 
 import itertools
 
+import msgspec
 import pytest
 
 from fedpool.errors import Insufficient, NotFound, Recovering, Refused, StaleToken, UsageError
 from fedpool.leasing import lease as life
-from fedpool.leasing.grants import EPOCH_JUMP, EndProcesses, SiteGrants
-from fedpool.leasing.requests import Abort, Commit, Hold, ProcessesGone, Release, Renew, Tick
-from fedpool.records import Shape
+from fedpool.leasing.grants import EPOCH_JUMP, REMEMBER_S, EndProcesses, SiteGrants, SiteLimits, WarnProcesses
+from fedpool.leasing.requests import (
+    Abort,
+    Commit,
+    Cordon,
+    Hold,
+    Notify,
+    ProcessesGone,
+    Release,
+    Renew,
+    Resize,
+    Tick,
+    Transfer,
+    Uncordon,
+)
+from fedpool.records import Gpu, Inventory, Node, Shape
 from fedpool.sim.scenario import SimulatedSite
 
 EVENTS = sorted({event for _, event in life.TRANSITIONS})
@@ -148,3 +162,122 @@ def test_after_a_reboot_what_was_left_of_a_lease_is_left():
     left = machine.leases["a"].deadline - 1010
     machine.apply(machine.restarted(5, 1010, "new boot", "old boot"))
     assert machine.leases["a"].deadline - 5 == pytest.approx(left)
+
+
+def test_a_reboot_that_renumbers_cards_changes_nothing():
+    """Case 085: identity is the UUID; nothing is granted until the state is read back."""
+    one, two = (Gpu(f"GPU-..0{n}", n - 1, "h100", 80 << 30, 0) for n in (1, 2))
+    before = SiteGrants("zurich", Inventory((Node("n", "leaf", (one, two)),), "simulated"))
+    before.recovering = False
+    entries = [*put(before, Hold("L1", "onc", 1, 10, 1)).entries, *put(before, Commit("L1", 60, 1)).entries]
+    assert before.leases["L1"].grants[0].uuid == "GPU-..01"
+    turned = tuple(msgspec.structs.replace(gpu, index=1 - gpu.index) for gpu in (two, one))
+    after = SiteGrants("zurich", Inventory((Node("n", "leaf", turned),), "simulated"))
+    for entry in entries:
+        after.apply(entry)
+    with pytest.raises(Recovering):
+        after.step(Hold("L2", "onc", 1, 10, 1), 1)
+    after.recovering = False
+    assert put(after, Hold("L2", "onc", 1, 10, 1)).replies[0].grants[0].uuid == "GPU-..02"
+    assert put(after, Hold("L1", "onc", 1, 10, 1)).replies[0].grants[0].uuid == "GPU-..01"
+    with pytest.raises(Insufficient):
+        after.step(Hold("L3", "onc", 1, 10, 1), 1)
+
+
+def test_a_snapshot_folds_to_the_same_state():
+    machine = site()
+    put(machine, Hold("a", "onc", 3, 10, 1))
+    put(machine, Commit("a", 60, 1), 1)
+    put(machine, Cordon("gpu01", "fan", 2), 2)
+    again = site()
+    again.apply(machine.state())
+    assert again.state() == machine.state() and again.used == machine.used
+    assert put(again, Tick(), 70).effects == put(machine, Tick(), 70).effects != []
+
+
+def test_what_is_cordoned_is_not_granted_and_what_runs_there_goes_on():
+    machine = site()
+    put(machine, Hold("a", "onc", 2, 10, 1))
+    put(machine, Commit("a", 60, 1))
+    put(machine, Cordon("gpu01", "fan 3", 1))
+    with pytest.raises(Insufficient, match=r"needs 3 GPUs of one type at zurich; 2 of 4 are free"):
+        machine.step(Hold("b", "onc", 3, 10, 1), 0)
+    put(machine, Renew("a", 60, 1), 1)
+    put(machine, Cordon("", "power work", 1))
+    with pytest.raises(Refused, match="zurich grants nothing now: power work"):
+        machine.step(Hold("b", "onc", 1, 10, 1), 0)
+    put(machine, Uncordon("", 1))
+    put(machine, Uncordon("gpu01", 1))
+    put(machine, Hold("b", "onc", 2, 10, 1))
+    with pytest.raises(NotFound, match="no node or device 'gpu99'"):
+        machine.step(Cordon("gpu99", "x", 1), 0)
+
+
+def test_a_lease_with_notice_ends_after_its_grace_and_cannot_be_renewed():
+    machine = site()
+    put(machine, Hold("a", "onc", 2, 10, 1))
+    put(machine, Commit("a", 600, 1))
+    [warning] = put(machine, Notify("a", 30, "lease b needs it", 1), 10).effects
+    assert warning == WarnProcesses("a", "lease b needs it", 30)
+    with pytest.raises(Refused, match="about to end: lease b needs it"):
+        machine.step(Renew("a", 600, 1), 20)
+    assert put(machine, Tick(), 40).effects == [EndProcesses("a")]
+    assert put(machine, ProcessesGone("a"), 41).replies[0].state == "revoked"
+
+
+def test_a_lease_grows_at_once_and_shrinks_after_a_grace():
+    machine = site()
+    put(machine, Hold("a", "onc", 1, 10, 1))
+    put(machine, Commit("a", 600, 1))
+    [grown] = put(machine, Resize("a", 3, 0, 1), 1).replies
+    assert len(grown.grants) == 3 and grown.token == 2
+    assert not put(machine, Resize("a", 3, 0, 1), 1).entries, "asked again, done once"
+    [shrinking] = put(machine, Resize("a", 1, 30, 1), 2).replies
+    assert len(shrinking.leaving) == 2 and len(machine.free()) == 1, "they are taken until the grace is over"
+    [effect] = put(machine, Tick(), 32).effects
+    assert effect == EndProcesses("a", shrinking.leaving)
+    put(machine, ProcessesGone("a", shrinking.leaving), 33)
+    assert len(machine.leases["a"].grants) == 1 and len(machine.free()) == 3
+
+
+def test_a_lease_changes_hands_when_the_old_holders_processes_are_gone():
+    machine = site()
+    put(machine, Hold("a", "onc", 2, 10, 1))
+    put(machine, Commit("a", 600, 1))
+    old = machine.leases["a"].token
+    assert put(machine, Transfer("a", "radiology", 1)).effects == (EndProcesses("a"),)
+    with pytest.raises(Refused, match="on its way to radiology"):
+        machine.require("a", old)
+    put(machine, ProcessesGone("a"), 1)
+    assert machine.leases["a"].tenant == "radiology"
+    with pytest.raises(StaleToken):
+        machine.require("a", old)
+    machine.require("a", machine.leases["a"].token)
+
+
+def test_a_later_attempt_replaces_an_earlier_one_and_an_earlier_one_is_refused():
+    machine = site()
+    put(machine, Hold("a", "onc", 4, 10, 1, attempt=1))
+    [second] = put(machine, Hold("a", "onc", 3, 10, 1, attempt=2)).replies
+    assert len(second.grants) == 3 and len(machine.free()) == 1
+    for late in (Hold("a", "onc", 4, 10, 1, attempt=1), Commit("a", 60, 1, attempt=1)):
+        with pytest.raises(StaleToken):
+            machine.step(late, 1)
+    assert put(machine, Abort("a", 1, attempt=1), 1).replies[0].state == "held", "a late abort changes nothing"
+
+
+def test_a_duration_over_the_sites_policy_is_refused():
+    machine = SiteGrants("zurich", SimulatedSite("zurich").inventory(), SiteLimits(3600.0))
+    machine.recovering = False
+    with pytest.raises(Refused, match="2h at zurich, whose policy allows 1h"):
+        machine.step(Hold("a", "onc", 1, 10, 1, duration_s=7200.0), 0)
+
+
+def test_what_is_long_over_is_forgotten_and_nothing_grows():
+    machine = site()
+    for number in range(50):
+        put(machine, Hold(f"{number}", "onc", 1, 10, 1), number)
+        put(machine, Abort(f"{number}", 1), number)
+    for _ in range(2):
+        put(machine, Tick(), 50 + REMEMBER_S)
+    assert not machine.leases and not machine._due

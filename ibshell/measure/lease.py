@@ -1,0 +1,111 @@
+"""Leasing through the real path: client, hub, SSH, sites, fsync and back; beside the same disk's bare SQLite commits."""
+
+import sqlite3
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from fedpool.sim.scenario import SimulatedSite
+from fedpool.wire.messages import ById, LeaseView, LeaseWanted
+from ibshell.measure.figure import Figure
+from ibshell.pool import LocalPool
+
+SITES = 4
+NODES = 64
+GPUS_PER_NODE = 8
+GANGS = 60
+CLIENTS = 16
+SECONDS = 6.0
+COMMITS = 2000
+PUBLIC_MS = 300.0  # what a public scheduler states for deciding about a gang of this size, without committing it anywhere
+
+
+def _bare_commits(path: Path) -> float:
+    """Commits a second of one row, WAL and synchronous=FULL."""
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=FULL")
+    db.execute("CREATE TABLE rows (body TEXT)")
+    start = time.perf_counter()
+    for _ in range(COMMITS):
+        db.execute("INSERT INTO rows VALUES (?)", ("x" * 200,))
+    rate = COMMITS / (time.perf_counter() - start)
+    db.close()
+    return rate
+
+
+def _gangs_ms(pool: LocalPool, gpus: int) -> list[float]:
+    times = []
+    with pool.connect() as hub:
+        for _ in range(GANGS):
+            start = time.perf_counter()
+            wanted = LeaseWanted("bench", gpus, 3600.0, sites=SITES)
+            lease = hub.call("lease.request", wanted, LeaseView).lease
+            times.append(1000 * (time.perf_counter() - start))
+            hub.call("lease.release", ById(lease.id), LeaseView)
+    return sorted(times)
+
+
+def _grants_a_second(pool: LocalPool) -> float:
+    until = time.perf_counter() + SECONDS
+    granted = [0] * CLIENTS
+
+    def client(number: int) -> None:
+        with pool.connect() as hub:
+            while time.perf_counter() < until:
+                wanted = LeaseWanted(f"bench-{number}", 1, 3600.0)
+                lease = hub.call("lease.request", wanted, LeaseView).lease
+                granted[number] += 1
+                hub.call("lease.release", ById(lease.id), LeaseView)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(granted) / (time.perf_counter() - start)
+
+
+def measure() -> list[Figure]:
+    """Gangs of every device of four sites, and single devices from 16 clients that each give theirs back at once."""
+    total = SITES * NODES * GPUS_PER_NODE
+    with tempfile.TemporaryDirectory(prefix="ibshell-bench-", ignore_cleanup_errors=True) as directory:
+        bare = _bare_commits(Path(directory) / "bare.db")
+        pool = LocalPool(Path(directory).name, Path(directory) / "pool", tied=True)
+        try:
+            pool.create(
+                SimulatedSite("site", SITES, NODES, GPUS_PER_NODE).named(), reverse=lambda position: position % 2 == 1
+            )
+            pool.start_all()
+            times = _gangs_ms(pool, total)
+            rate = _grants_a_second(pool)
+        finally:
+            pool.stop_all()
+    commit_ms = round(1000 / bare, 3)
+    p50, p99 = times[len(times) // 2], times[int(len(times) * 0.99)]
+    gang = f"gang {total} over {SITES} sites"
+    limit = "five bare SQLite commits"
+    return [
+        Figure("lease", f"{gang} p50", round(p50, 1), "ms", limit=limit, limit_value=round(5 * commit_ms, 3)),
+        Figure(
+            bench="lease",
+            case=f"{gang} p99",
+            value=round(p99, 1),
+            unit="ms",
+            peer="public figure, decision alone",
+            peer_value=PUBLIC_MS,
+            ratio=round(PUBLIC_MS / p99, 2),
+            limit=limit,
+            limit_value=round(5 * commit_ms, 3),
+        ),
+        Figure(
+            bench="lease",
+            case=f"grants with {CLIENTS} clients",
+            value=round(rate, 1),
+            unit="1/s",
+            limit="bare SQLite commits",
+            limit_value=round(bare, 1),
+        ),
+    ]
