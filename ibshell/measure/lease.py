@@ -18,7 +18,9 @@ GANGS = 60
 CLIENTS = 16
 SECONDS = 6.0
 COMMITS = 2000
-PUBLIC_MS = 300.0  # what a public scheduler states for deciding about a gang of this size, without committing it anywhere
+PUBLIC_MS = (
+    300.0  # what a public scheduler states for deciding about a gang of this size, without committing it anywhere
+)
 
 
 def _bare_commits(path: Path) -> float:
