@@ -376,7 +376,6 @@ class Gangs:
 
     async def site_changed(self, link: SiteLink, lease: SiteLease) -> None:
         """A site tells of a lease that changed."""
-        link.note(lease)
         await self._step(ForLease(lease.id, Reported(link.name, lease)))
 
     # --- driving the machine
@@ -466,7 +465,6 @@ class Gangs:
             report = await link.call(f"lease.{type(ask.what).__struct_config__.tag}", ask.what, SiteLease, timeout)
         except IbshellError as error:
             return PartFailed(ask.site, ask.what, error)
-        link.note(report)
         return Reported(ask.site, report)
 
     async def _wait(self, lease_id: str, done: Callable[[Lease], bool], timeout_s: float) -> Lease:

@@ -88,9 +88,9 @@ class Hub:
         # Method -> (type of the body, what answers it).
         self._methods: dict[str, tuple[type, Callable[[Any], Any]]] = {
             "pool.status": (msgspec.Struct, lambda _: self._status()),
-            "site.list": (msgspec.Struct, lambda _: hub_views.sites(self.links)),
-            "node.list": (msgspec.Struct, lambda _: hub_views.nodes(self.links)),
-            "gpu.list": (msgspec.Struct, lambda _: hub_views.gpus(self.links)),
+            "site.list": (msgspec.Struct, lambda _: hub_views.sites(self.gangs, self.links)),
+            "node.list": (msgspec.Struct, lambda _: hub_views.nodes(self.gangs, self.links)),
+            "gpu.list": (msgspec.Struct, lambda _: hub_views.gpus(self.gangs, self.links)),
             "lease.request": (LeaseWanted, self._lease_request),
             "lease.list": (msgspec.Struct, lambda _: hub_views.leases(self.gangs, self.links)),
             "lease.show": (ById, lambda body: self.gangs.view(self.gangs.find(body.id))),

@@ -41,10 +41,10 @@ def _as_of(links: Mapping[str, SiteLink]) -> dict[str, str]:
     return {link.name: clock.wall() if link.is_up else link.seen for link in links.values() if link.seen}
 
 
-def _holders(link: SiteLink) -> dict[str, SiteLease]:
+def _holders(gangs: Gangs, link: SiteLink) -> dict[str, SiteLease]:
     """{UUID: the lease that occupies it} at a site."""
-    assert link.description is not None
-    return {g.uuid: lease for lease in link.description.leases if lease.occupies for g in lease.grants}
+    leases = gangs.machine.capacity.sites[link.name].leases
+    return {grant.uuid: lease for lease in leases.values() for grant in lease.grants}
 
 
 def _described(links: Mapping[str, SiteLink]) -> Iterator[SiteLink]:
@@ -58,7 +58,7 @@ def status(pool: str, pid: int, uptime_s: float, links: Mapping[str, SiteLink], 
         assert link.description is not None
         count = len(link.description.inventory.gpus())
         total += count
-        free += count - len(_holders(link)) if link.is_up else 0
+        free += count - len(_holders(gangs, link)) if link.is_up else 0
     return PoolStatus(
         pool=pool,
         hub_pid=pid,
@@ -73,7 +73,7 @@ def status(pool: str, pid: int, uptime_s: float, links: Mapping[str, SiteLink], 
     )
 
 
-def sites(links: Mapping[str, SiteLink]) -> Listing:
+def sites(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
     """One row a site."""
     items = []
     for link in links.values():
@@ -97,7 +97,7 @@ def sites(links: Mapping[str, SiteLink]) -> Listing:
                 "mode": link.entry.mode,
                 "nodes": len(d.inventory.nodes) if d else None,
                 "gpus": len(gpus) if d else None,
-                "gpus_free": (len(gpus) - len(_holders(link)) if link.is_up else 0) if d else None,
+                "gpus_free": (len(gpus) - len(_holders(gangs, link)) if link.is_up else 0) if d else None,
                 "types": ",".join(sorted({gpu.type for gpu in gpus})),
                 "since_s": round(clock.now() - link.since, 1),
                 "seen": link.seen,
@@ -113,12 +113,12 @@ def sites(links: Mapping[str, SiteLink]) -> Listing:
     return Listing(items, _missing(links), _as_of(links))
 
 
-def nodes(links: Mapping[str, SiteLink]) -> Listing:
+def nodes(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
     """One row a node."""
     items = []
     for link in _described(links):
         assert link.description is not None
-        holders = _holders(link)
+        holders = _holders(gangs, link)
         for node in link.description.inventory.nodes:
             used = sum(gpu.uuid in holders for gpu in node.gpus)
             items.append(
@@ -135,12 +135,12 @@ def nodes(links: Mapping[str, SiteLink]) -> Listing:
     return Listing(items, _missing(links), _as_of(links))
 
 
-def gpus(links: Mapping[str, SiteLink]) -> Listing:
+def gpus(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
     """One row a device."""
     items = []
     for link in _described(links):
         assert link.description is not None
-        holders = _holders(link)
+        holders = _holders(gangs, link)
         for node in link.description.inventory.nodes:
             for gpu in node.gpus:
                 lease = holders.get(gpu.uuid)
@@ -165,9 +165,9 @@ def gpus(links: Mapping[str, SiteLink]) -> Listing:
     return Listing(items, _missing(links), _as_of(links))
 
 
-def _unknown(link: SiteLink, known: set[str]) -> list[SiteLease]:
-    assert link.description is not None
-    return [lease for lease in link.description.leases if lease.occupies and lease.id not in known]
+def _unknown(gangs: Gangs, link: SiteLink, known: set[str]) -> list[SiteLease]:
+    leases = gangs.machine.capacity.sites[link.name].leases
+    return [lease for lease in leases.values() if lease.id not in known]
 
 
 def _orphan(site: str, lease: SiteLease) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "site_names": [part.site for part in lease.parts],
             }
         )
-    items += [_orphan(link.name, lease) for link in _described(links) for lease in _unknown(link, known)]
+    items += [_orphan(link.name, lease) for link in _described(links) for lease in _unknown(gangs, link, known)]
     return Listing(items, _missing(links), _as_of(links))
 
 

@@ -14,7 +14,6 @@ from agent import clock, files
 from agent.backoff import LAST_S, delay
 from agent.config import SiteEntry
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Unreachable
-from fedpool.records import SiteLease
 from fedpool.transport import ssh
 from fedpool.transport.bulk import BulkChannel, Source
 from fedpool.transport.identity import Identity, parse_public
@@ -215,16 +214,6 @@ class SiteLink:
         answer = await peer.call(method, body, expect, timeout_s)
         self.seen = clock.wall()
         return answer
-
-    def note(self, lease: SiteLease) -> None:
-        """Keep the picture of the site current; an older report that arrives late changes nothing."""
-        if self.description is None:
-            return
-        known = {held.id: held for held in self.description.leases}
-        if lease.id in known and lease.version < known[lease.id].version:
-            return
-        known[lease.id] = lease
-        self.description = msgspec.structs.replace(self.description, leases=list(known.values()))
 
     def cordoned(self, cordons: dict[str, str]) -> None:
         """The site now grants nothing new on these."""

@@ -23,7 +23,6 @@ from fedpool.leasing.gang import (
     Interrupted,
     LeaseRecorded,
     NoticeAsked,
-    PartFailed,
     Placed,
     Reported,
     ResizeAsked,
@@ -236,8 +235,6 @@ class Pool:
         gang = self.gangs.get(lease_id)
         if gang is None:
             return Decision()
-        if isinstance(event, PartFailed):
-            self._distrust(event)
         decision = gang.step(event, now)
         if not gang.placing or any(e.lease.state not in ("requested", "queued") for e in decision.entries):
             self._unplace(lease_id)
@@ -251,13 +248,6 @@ class Pool:
             self.queue.waiting[lease_id] = gang.lease  # looked at again with the next change, or in a moment
             wake_at = now + RETRY_S
         return Decision(decision.entries, decision.replies, decision.effects, wake_at)
-
-    def _distrust(self, event: PartFailed) -> None:
-        site = self.capacity.sites[event.site]
-        if isinstance(event.error, Unreachable):
-            return
-        site.version += 1
-        self.capacity.refresh(event.site)
 
     def _unplace(self, lease_id: str) -> None:
         """It is no longer being placed: either its own record counts from now on, or it waits again."""

@@ -4,6 +4,7 @@ Rows are sites, columns are kinds of device. What the hub has just asked a site 
 about it arrives. A silent site has nothing free.
 """
 
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from fedpool.placement import policies
 from fedpool.records import WHOLE_MILLI, Device, Inventory, Shape, SiteLease
 
+SEEN_MAX = 10_000  # leases that are over whose latest report is remembered, against reports that come late
 Counts = NDArray[np.int64]
 
 
@@ -21,15 +23,15 @@ class SitePicture:
     Attributes:
         name: of the site.
         up: whether it answers.
-        trusted: False from a refusal that contradicts the picture until the site has described itself anew.
         leases: {id: lease that occupies devices}.
+        total: {kind: devices}.
+        free: {kind: devices that are wholly free}.
         version: grows with every change.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.up = False
-        self.trusted = True
         self.inventory = Inventory((), "")
         self.devices: list[Device] = []
         self.leases: dict[str, SiteLease] = {}
@@ -37,16 +39,19 @@ class SitePicture:
         self.used: dict[str, int] = {}
         self.version = 0
         self._kinds: dict[str, str] = {}
-        self._seen: dict[str, int] = {}  # version of the latest report about a lease, those that are over included
+        self.total: dict[str, int] = {}
+        self.free: dict[str, int] = {}
+        self._seen: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # version of the latest report about a lease, those that are over included
 
     def describe(self, inventory: Inventory, leases: Sequence[SiteLease], cordons: Mapping[str, str]) -> None:
         """Everything anew."""
         self.inventory, self.devices = inventory, inventory.devices()
         self.leases = {lease.id: lease for lease in leases if lease.occupies}
         self.cordons = dict(cordons)
-        self._seen = {lease.id: lease.version for lease in leases}
+        self._seen = OrderedDict((lease.id, lease.version) for lease in leases)
         self._kinds = {device.uuid: device.kind for device in self.devices}
-        self.trusted = True
         self._count()
 
     def set_cordons(self, cordons: Mapping[str, str]) -> None:
@@ -56,13 +61,24 @@ class SitePicture:
 
     def _count(self) -> None:
         self.used = {}
+        self.total = dict(Counter(device.kind for device in self.devices))
+        self.free = dict(self.total)
         for lease in self.leases.values():
             for grant in lease.grants:
-                self.used[grant.uuid] = self.used.get(grant.uuid, 0) + grant.milli
+                self._use(grant.uuid, grant.milli)
         for device in self.devices:
             if self.cordons and self.cordons.keys() & {"", device.node, device.uuid}:
-                self.used[device.uuid] = self.used.get(device.uuid, 0) + WHOLE_MILLI
+                self._use(device.uuid, WHOLE_MILLI)
         self.version += 1
+
+    def _use(self, uuid: str, milli: int) -> str:
+        """Count more or less of a device as taken; returns its kind."""
+        before = self.used.get(uuid, 0)
+        self.used[uuid] = after = before + milli
+        kind = self._kinds.get(uuid, "")
+        if kind and bool(before) != bool(after):
+            self.free[kind] += -1 if after else 1
+        return kind
 
     def is_stale(self, lease: SiteLease) -> bool:
         """Whether a newer report about this lease has come before."""
@@ -70,38 +86,25 @@ class SitePicture:
 
     def note(self, lease: SiteLease) -> set[str]:
         """Take in the latest word about one lease; returns the kinds of which more or less is free now."""
-        touched: set[str] = set()
         self._seen[lease.id] = lease.version
+        self._seen.move_to_end(lease.id)
         known = self.leases.pop(lease.id, None)
-        for old in known.grants if known else ():
-            self.used[old.uuid] = self.used.get(old.uuid, 0) - old.milli
-            touched.add(self._kinds.get(old.uuid, ""))
+        touched = {self._use(old.uuid, -old.milli) for old in known.grants} if known else set()
         if lease.occupies:
             self.leases[lease.id] = lease
-            for grant in lease.grants:
-                self.used[grant.uuid] = self.used.get(grant.uuid, 0) + grant.milli
-                touched.add(self._kinds.get(grant.uuid, ""))
+            touched |= {self._use(grant.uuid, grant.milli) for grant in lease.grants}
+        while len(self._seen) > len(self.leases) + SEEN_MAX:
+            oldest = next(iter(self._seen))
+            if oldest in self.leases:
+                self._seen.move_to_end(oldest)
+            else:
+                del self._seen[oldest]
         self.version += 1
         return touched
 
     def kind_of(self, uuid: str) -> str | None:
         """The kind of a device, or None where the site has no such device."""
         return self._kinds.get(uuid)
-
-    def free_by_kind(self) -> dict[str, int]:
-        """{kind: devices that are wholly free}."""
-        free: dict[str, int] = {}
-        for device in self.devices:
-            if not self.used.get(device.uuid):
-                free[device.kind] = free.get(device.kind, 0) + 1
-        return free
-
-    def total_by_kind(self) -> dict[str, int]:
-        """{kind: devices}."""
-        total: dict[str, int] = {}
-        for device in self.devices:
-            total[device.kind] = total.get(device.kind, 0) + 1
-        return total
 
     def obtainable(self, shape: Shape) -> dict[str, int]:
         """{kind: devices that could be had together}, for a shape that a count does not describe."""
@@ -125,7 +128,7 @@ class Capacity:
         sites: {name: picture}.
         names: row -> site.
         kinds: column -> kind.
-        free: [site, kind] devices wholly free and not spoken for; a silent or distrusted site has none.
+        free: [site, kind] devices wholly free and not spoken for; a silent site has none.
         total: [site, kind] devices.
     """
 
@@ -160,7 +163,7 @@ class Capacity:
     def refresh(self, name: str) -> None:
         """Bring the arrays' row of a site up to its picture."""
         site, row = self.sites[name], self.row[name]
-        total = site.total_by_kind()
+        total = site.total
         for kind in total:
             if kind not in self.column:
                 self.column[kind] = len(self.kinds)
@@ -169,8 +172,8 @@ class Capacity:
         self.total[row], self.free[row] = 0, 0
         for kind, count in total.items():
             self.total[row, self.column[kind]] = count
-        if site.up and site.trusted:
-            for kind, count in site.free_by_kind().items():
+        if site.up:
+            for kind, count in site.free.items():
                 self.free[row, self.column[kind]] = count
             for (_, where), (kind, count) in self._pending.items():
                 if where == name and kind in self.column:
@@ -207,7 +210,7 @@ class Capacity:
         kind = self.kinds[column]
         for row in range(len(self.names)) if rows is None else rows:
             site = self.sites[self.names[row]]
-            if site.up and site.trusted and self.total[row, column]:
+            if site.up and self.total[row, column]:
                 pending = sum(n for (_, where), (k, n) in self._pending.items() if where == site.name and k == kind)
                 found[row] = max(0, self._cached(site, shape).get(kind, 0) - pending)
         return found

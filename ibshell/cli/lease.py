@@ -219,6 +219,11 @@ def request(
         diagnostics.say(
             f"next: ibshell lease renew {view.lease.id[:4]} --for 1h, ibshell lease release {view.lease.id[:4]}"
         )
+    _judge(view, at, wait)
+
+
+def _judge(view: LeaseView, at: str, wait: str) -> None:
+    """The exit status of a request: 0 active or reserved, 5 refused, 8 still waiting."""
     if view.lease.state in ("requested", "queued", "held") and not at:
         raise Pending(f"lease {view.lease.id} still waits: {view.waits_for}", f"ibshell lease show {view.lease.id}")
     if view.lease.state not in ("active", "queued"):
