@@ -108,6 +108,11 @@ class Gangs:
         """All leases, oldest first."""
         return [gang.lease for gang in self.machine.gangs.values()]
 
+    def get(self, lease_id: str) -> Lease | None:
+        """A lease by its whole id; None where there is none, or it is long over and forgotten."""
+        gang = self.machine.gangs.get(lease_id)
+        return None if gang is None else gang.lease
+
     def find(self, prefix: str) -> Lease:
         """A lease by id or unique prefix.
 

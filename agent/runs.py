@@ -275,22 +275,20 @@ class Runs:
     async def _lease(self, live: _Live) -> str:
         """The run's active lease: taken, or renewed when half of it is over."""
         run = live.run
-        if run.lease:
-            lease = self._gangs.find(run.lease)
-            if lease.state == "active":
-                left = lease.deadline - clock.now()
+        held = self._gangs.get(run.lease)
+        if held is not None:
+            if held.state == "active":
+                left = held.deadline - clock.now()
                 if left < run.plan.lease_s / 2:
                     try:
-                        await self._gangs.renew(lease, run.plan.lease_s)
+                        await self._gangs.renew(held, run.plan.lease_s)
                     except IbshellError as error:
                         if left <= 0:
                             raise
                         log.info("%s", error)  # tried again at the next round
                 return run.lease
-            if lease.state in life.FINAL and live.round is not None:
-                raise Refused(
-                    f"lease {lease.id} is {lease.state}: {lease.reason}", "ibshell fed resume takes a new one"
-                )
+            if held.state in life.FINAL and live.round is not None:
+                raise Refused(f"lease {held.id} is {held.state}: {held.reason}", "ibshell fed resume takes a new one")
         plan = run.plan
         names = plan.sites if isinstance(plan.sites, list) else list(run.sites)
         live.tell("leasing", sites=plan.cohort, gpus=plan.cohort * plan.gpus_per_site)

@@ -7,6 +7,7 @@ of its writing. State is the fold of a stream; nothing is ever updated.
 import asyncio
 import json
 import sqlite3
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,18 @@ CREATE TABLE entries (
 ) STRICT;
 CREATE INDEX entries_stream ON entries (stream, seq);
 """
+
+
+_Row = tuple[str, float, str, str, str]
+
+
+def _settle(done: asyncio.Future[None], failure: StorageFailed | None) -> None:
+    if done.cancelled():
+        return
+    if failure is None:
+        done.set_result(None)
+    else:
+        done.set_exception(StorageFailed(failure.message, failure.hint))
 
 
 def entry_from_1(entry: dict[str, Any]) -> dict[str, Any]:
@@ -54,6 +67,7 @@ class SqliteStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting: deque[tuple[list[_Row], asyncio.Future[None], asyncio.AbstractEventLoop]] = deque()
         # One thread owns the connection: appends queue there and never hold up the event loop.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._thread.submit(self._open).result()
@@ -99,27 +113,41 @@ class SqliteStore:
         self._db.execute("COMMIT")
 
     async def append(self, stream: str, entries: Sequence[msgspec.Struct]) -> None:
-        """Write entries in one transaction; durable when it returns, and nothing is written when it raises.
+        """Write entries; durable when it returns, all or none of them. What waits to be written is written in one transaction.
 
         Raises:
             StorageFailed: the disk is full, read-only or broken.
         """
-        if entries:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._append, stream, list(entries))
-
-    def _append(self, stream: str, entries: list[msgspec.Struct]) -> None:
+        if not entries:
+            return
         at, boot, wall = clock.now(), clock.boot(), clock.wall()
         rows = [(stream, at, boot, wall, msgspec.json.encode(entry).decode()) for entry in entries]
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._waiting.append((rows, done, loop))
+        self._thread.submit(self._write_waiting)
+        await done
+
+    def _write_waiting(self) -> None:
+        group = []
+        while self._waiting:
+            group.append(self._waiting.popleft())
+        if not group:
+            return  # an earlier call wrote it together with its own
+        failure: StorageFailed | None = None
         try:
             self._db.execute("BEGIN IMMEDIATE")
+            rows = [row for rows, _, _ in group for row in rows]
             self._db.executemany("INSERT INTO entries (stream, at, boot, wall, body) VALUES (?, ?, ?, ?, ?)", rows)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise StorageFailed(
+            failure = StorageFailed(
                 f"{self.path} cannot be written: {error}", "make room on the disk; nothing was changed"
-            ) from None
+            )
+        for _, done, loop in group:
+            loop.call_soon_threadsafe(_settle, done, failure)
 
     def read(self, stream: str, kinds: Any) -> list[Any]:
         """Every entry of a stream, in order.

@@ -28,6 +28,7 @@ from fedpool.leasing.gang import (
     ResizeAsked,
     Unplaceable,
 )
+from fedpool.leasing.grants import LeasesForgotten
 from fedpool.leasing.queue import Plan, Queue
 from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants, require_quota
 from fedpool.names import NAME, RULE
@@ -38,7 +39,11 @@ from fedpool.units import format_duration
 
 RETRY_S = 1.0
 
-PoolEntry: TypeAlias = LeaseRecorded | TenantRecorded | TenantRemoved
+# A lease that is over is listed so long, and at most so many of them.
+REMEMBER_S = 7 * 86400.0
+REMEMBER_MAX = 10_000
+
+PoolEntry: TypeAlias = LeaseRecorded | LeasesForgotten | TenantRecorded | TenantRemoved
 PoolDecision: TypeAlias = Decision[PoolEntry, Lease | Tenant, Ask]
 
 
@@ -93,6 +98,7 @@ class Pool:
         self.running: dict[str, Lease] = {}
         self.queue = Queue(self.capacity, self.tenants, self.running)
         self._placing: dict[str, tuple[Part, ...]] = {}
+        self._over: dict[str, float] = {}  # when they ended, the earliest first
         for name in sites:
             self.capacity.add(name)
 
@@ -103,6 +109,10 @@ class Pool:
         match entry:
             case LeaseRecorded():
                 self._put(entry)
+            case LeasesForgotten():
+                for lease_id in entry.ids:
+                    del self.gangs[lease_id]
+                    self._over.pop(lease_id, None)
             case TenantRecorded() | TenantRemoved():
                 self.tenants.apply(entry)
                 self.queue.mark()
@@ -113,6 +123,8 @@ class Pool:
         if gang is None:
             gang = self.gangs[lease.id] = Gang(lease, self.term)
         gang.apply(entry)
+        if lease.state in life.FINAL:
+            self._over[lease.id] = lease.ended
         before = self.running.pop(lease.id, None)
         if before is not None:
             self.tenants.take(before, -1)
@@ -265,7 +277,7 @@ class Pool:
 
     def _plan(self, now: float) -> PoolDecision:
         plan = self.queue.plan(now)
-        entries: list[PoolEntry] = []
+        entries: list[PoolEntry] = self._forget(now)
         replies: list[Lease | Tenant] = []
         effects: list[Ask] = []
         for lease_id, event in self._proposals(plan, now):
@@ -278,6 +290,16 @@ class Pool:
             replies += decision.replies
             effects += decision.effects
         return Decision(entries, replies, effects, self._wake(now))
+
+    def _forget(self, now: float) -> list[PoolEntry]:
+        """What has been over for long, in batches: a request that is repeated later finds nothing."""
+        surplus = len(self._over) - REMEMBER_MAX
+        found: list[str] = []
+        for lease_id, ended in self._over.items():
+            if len(found) >= surplus and now < ended + REMEMBER_S:
+                break
+            found.append(lease_id)
+        return [LeasesForgotten(tuple(found))] if len(found) >= min(1000, REMEMBER_MAX // 10) else []
 
     def _proposals(self, plan: Plan, now: float) -> Iterable[tuple[str, GangEvent]]:
         for lease_id, parts in plan.starts:

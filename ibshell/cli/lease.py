@@ -1,6 +1,5 @@
 """`ibshell lease`: devices across sites, all or none, until a time."""
 
-import contextlib
 import hashlib
 import secrets
 import time
@@ -41,6 +40,7 @@ COLUMNS = [
 ]
 LeaseArgument = Annotated[str, typer.Argument(help="Lease id or a unique beginning of it.")]
 REFUSED = 5
+CANCEL_S = 2.0  # how long after Ctrl-C a request may still reach the hub
 Key = Annotated[
     str, typer.Option("--idempotency-key", help="Repeating a request with the same key returns the first answer.")
 ]
@@ -122,9 +122,20 @@ def _ask(connection: Connection, wanted: LeaseWanted, key: str) -> LeaseView:
     except KeyboardInterrupt:
         if not wanted.dry_run:
             diagnostics.say(f"giving lease {wanted.id} back; Ctrl-C again leaves it: ibshell lease release {wanted.id}")
-            with contextlib.suppress(NotFound), options.hub() as another:
-                another.call("lease.release", ById(wanted.id), LeaseView)
+            _give_back(wanted.id)
         raise
+
+
+def _give_back(lease: str) -> None:
+    """Release a lease whose request may still be on its way: the hub may hear of its end before it hears of it."""
+    until = time.monotonic() + CANCEL_S
+    with options.hub() as connection:
+        while time.monotonic() < until:
+            try:
+                connection.call("lease.release", ById(lease), LeaseView)
+                return
+            except NotFound:
+                time.sleep(0.1)
 
 
 def _follow(connection: Connection, view: LeaseView, wait_s: float | None) -> LeaseView:

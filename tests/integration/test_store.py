@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from agent.store.sqlite import SCHEMA_VERSION, SqliteStore
@@ -51,6 +52,22 @@ def test_it_is_written_through(path):
     assert reader.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     reader.close()
     assert store._thread.submit(lambda: store._db.execute("PRAGMA synchronous").fetchone()).result() == (2,)
+    store.close()
+
+
+def test_what_waits_is_written_in_one_transaction_and_in_order(path):
+    store = SqliteStore(path)
+    commits = []
+    store._thread.submit(
+        lambda: store._db.set_trace_callback(lambda sql: sql == "COMMIT" and commits.append(sql))
+    ).result()
+
+    async def many():
+        await asyncio.gather(*(store.append("leases", [msgspec.structs.replace(ENTRY, epoch=n)]) for n in range(200)))
+
+    asyncio.run(many())
+    assert [entry.epoch for entry in store.read("leases", GrantEntry)] == list(range(200))
+    assert len(commits) < 100, "two hundred writers at once share transactions"
     store.close()
 
 

@@ -332,3 +332,18 @@ def test_a_tenant_that_holds_leases_is_not_removed():
     with pytest.raises(NotFound) as refused:
         world.ask(1, "aa")
     assert refused.value.hint == "did you mean a?"
+
+
+def test_what_is_long_over_is_forgotten(monkeypatch):
+    """Nothing grows with time: neither at the hub nor at a site."""
+    from fedpool.leasing import pool
+
+    monkeypatch.setattr(pool, "REMEMBER_MAX", 20)
+    world = World(sites=1)
+    for _ in range(60):
+        world.end(world.ask(1))
+    assert len(world.hub.gangs) <= 24 and len(world.hub.queue.waiting) == 0
+    again = Pool(world.sites)
+    for entry in world.entries:
+        again.apply(entry)
+    assert again.gangs.keys() == world.hub.gangs.keys()
