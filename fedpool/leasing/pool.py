@@ -266,12 +266,7 @@ class Pool:
         parts = self._placing.pop(lease_id, ())
         tenant = self.gangs[lease_id].lease.tenant
         for part in parts:
-            key = (tenant, part.kind, part.site)
-            left = self.tenants.held.get(key, 0) - part.gpus
-            if left:
-                self.tenants.held[key] = left
-            else:
-                self.tenants.held.pop(key, None)
+            self.tenants.count(tenant, part, -part.gpus)
             if self.capacity.settle(lease_id, part.site):
                 self.capacity.refresh(part.site)
 

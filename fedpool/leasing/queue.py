@@ -261,13 +261,8 @@ class Queue:
         self._shares[lease.tenant] = self._shares.get(lease.tenant, 0.0) + lease.demand.gpus * lease.duration_s / weight
         # Counted as held at once, so that the next of the same batch meets the quota with this one in it.
         for part in parts:
-            self._hold(lease.tenant, part, part.gpus)
+            self.tenants.count(lease.tenant, part, part.gpus)
         plan.starts.append((lease.id, parts))
-
-    def _hold(self, tenant: str, part: Part, gpus: int) -> None:
-        if gpus:
-            key = (tenant, part.kind, part.site)
-            self.tenants.held[key] = self.tenants.held.get(key, 0) + gpus
 
     def _preempt(self, lease: Lease, plan: Plan, caps: dict[int, Counts]) -> None:
         if not self.running:
@@ -287,7 +282,7 @@ class Queue:
             more = self._growth(lease, parts, wanted, timeline)
             if more:
                 for part in parts:
-                    self._hold(lease.tenant, part, more.get(part.site, 0))
+                    self.tenants.count(lease.tenant, part, more.get(part.site, 0))
                 plan.starts[index] = (
                     lease_id,
                     tuple(Part(p.site, p.gpus + more.get(p.site, 0), kind=p.kind, devices=p.devices) for p in parts),

@@ -14,7 +14,7 @@ import msgspec
 from fedpool.errors import NotFound, Refused, UsageError
 from fedpool.leasing.demand import nearest, rank
 from fedpool.names import NAME, RULE
-from fedpool.records import PRIORITIES, Lease, Quota, Tenant
+from fedpool.records import PRIORITIES, Lease, Part, Quota, Tenant
 
 HALF_LIFE_S = 7 * 86400.0
 ANY = "*"
@@ -87,12 +87,16 @@ class Tenants:
         """Count a lease's live parts as held (1), or no longer (-1)."""
         for part in lease.parts:
             if part.is_live:
-                key = (lease.tenant, part.kind, part.site)
-                left = self.held.get(key, 0) + sign * part.gpus
-                if left:
-                    self.held[key] = left
-                else:
-                    self.held.pop(key, None)
+                self.count(lease.tenant, part, sign * part.gpus)
+
+    def count(self, tenant: str, part: Part, gpus: int) -> None:
+        """Count so many devices more, or fewer, of a part's kind at its site as held."""
+        key = (tenant, part.kind, part.site)
+        left = self.held.get(key, 0) + gpus
+        if left:
+            self.held[key] = left
+        else:
+            self.held.pop(key, None)
 
     def holds(self, tenant: str, kind: str = ANY, site: str = ANY) -> int:
         """Devices a tenant holds of a kind at a site."""
