@@ -444,7 +444,10 @@ class Gangs:
             for lease in list(self.machine.running.values()):
                 silent = tuple(p.site for p in lease.parts if p.is_live and not self.machine.capacity.sites[p.site].up)
                 if silent and lease.started and clock.now() > surely_over(lease):
-                    await self._step(ForLease(lease.id, Unconfirmed(silent)))
+                    try:
+                        await self._step(ForLease(lease.id, Unconfirmed(silent)))
+                    except IbshellError as error:  # tried again at the next look; the hub goes on
+                        log.error("lease %s: %s", lease.id, error)
 
     def _ask(self, ask: Ask) -> None:
         assert self._tasks is not None
