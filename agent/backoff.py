@@ -6,7 +6,7 @@ FIRST_S = 0.2
 LAST_S = 5.0
 
 
-def delay(attempt: int) -> float:
+def delay(attempt: int, chance: random.Random) -> float:
     """Seconds to wait before attempt 1, 2, …"""
     longest: float = min(LAST_S, FIRST_S * 2 ** min(attempt, 10))
-    return longest * random.uniform(0.5, 1.0)
+    return longest * chance.uniform(0.5, 1.0)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
-from agent import clock
 from agent.links import SiteLink
-from agent.store.sqlite import SqliteStore
+from agent.ports import Clock, Store
 from fedpool.errors import (
     IbshellError,
     Insufficient,
     NotFound,
     Refused,
+    StorageFailed,
     TimedOut,
     Unreachable,
     UsageError,
@@ -51,6 +52,7 @@ HOLD_TIMEOUT_S = 10.0
 ACTIVATION_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
 SILENT_CHECK_S = 5.0
+REREAD_S = 1.0
 WAITS = ("requested", "queued")
 
 
@@ -67,22 +69,29 @@ class Gangs:
         store: where decisions go.
         links: {site: link}.
         sites: their names.
-        changed: told of every lease that took a new state.
+        changed: told of every lease that took a new state, once that is durable.
+        clock: the machine's.
+        chance: makes ids.
     """
 
     def __init__(
         self,
-        store: SqliteStore,
+        store: Store,
         links: Mapping[str, SiteLink],
         sites: list[str],
         changed: Callable[[Lease], None],
+        clock: Clock,
+        chance: random.Random,
     ) -> None:
         self.machine = Pool(sites)
+        self.clock = clock
+        self._chance = chance
         self._store = store
         self._links = links
         self._changed = changed
-        self._lock = asyncio.Lock()
-        self._moved = asyncio.Condition()
+        self._settled = asyncio.Event()  # clear while the decisions are read again
+        self._settled.set()
+        self._watched: dict[str, list[asyncio.Event]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._plan_due = asyncio.Event()
         self._plan_at: float | None = None
@@ -95,11 +104,12 @@ class Gangs:
     async def recover(self, tasks: asyncio.TaskGroup) -> None:
         """Read the decisions back, begin a new term, and carry on what was decided."""
         self._tasks = tasks
-        for entry in self._store.read(STREAM, PoolEntry):
+        terms = await self._store.read(TERM_STREAM, TermBegan)
+        for entry in await self._store.read(STREAM, PoolEntry):
             self.machine.apply(entry)
-        self.machine.term = 1 + max((entry.term for entry in self._store.read(TERM_STREAM, TermBegan)), default=0)
+        self.machine.term = 1 + max((entry.term for entry in terms), default=0)
         await self._store.append(TERM_STREAM, [TermBegan(self.term)])
-        for decision in self.machine.interrupted(clock.now()):
+        for decision in self.machine.interrupted(self.clock.now()):
             await self._commit(decision)
         tasks.create_task(self._keep_planning())
         tasks.create_task(self._watch_silent())
@@ -128,7 +138,7 @@ class Gangs:
 
     def view(self, lease: Lease) -> LeaseView:
         """A lease with what people want to know beside it."""
-        now = clock.now()
+        now = self.clock.now()
         left = max(0.0, lease.deadline - now) if lease.state == "active" else None
         silent = {
             part.site: self._links[part.site].seen
@@ -162,26 +172,26 @@ class Gangs:
             site_names=tuple(wanted.site_names),
             per_site_min=wanted.per_site_min,
             priority=wanted.priority,
-            not_before=clock.now() + wanted.starts_in_s if wanted.starts_in_s else 0.0,
+            not_before=self.clock.now() + wanted.starts_in_s if wanted.starts_in_s else 0.0,
             max_wait_s=wanted.max_wait_s,
         )
         if wanted.starts_in_s < 0:
             raise UsageError(f"a start {-wanted.starts_in_s:.0f} s ago", "name a time that is still to come")
         new = require_id(wanted.id, "lease") if wanted.id else self._new_id()
-        starts_at = clock.wall(wanted.starts_in_s) if wanted.starts_in_s else ""
+        starts_at = self.clock.wall(wanted.starts_in_s) if wanted.starts_in_s else ""
         return Lease(
             new,
             wanted.tenant,
             "requested",
             demand,
             wanted.duration_s,
-            clock.wall(),
-            submitted=clock.now(),
+            self.clock.wall(),
+            submitted=self.clock.now(),
             starts_at=starts_at,
         )
 
     def _new_id(self) -> str:
-        while (new := secrets.token_hex(4)) in self.machine.gangs:
+        while (new := f"{self._chance.getrandbits(32):08x}") in self.machine.gangs:
             pass
         return new
 
@@ -203,7 +213,7 @@ class Gangs:
         Raises:
             IbshellError: it would be refused, and why.
         """
-        lease, now = self.lease_of(wanted), clock.now()
+        lease, now = self.lease_of(wanted), self.clock.now()
         self.machine.step(Submitted(lease), now)
         found = self.machine.queue.earliest(lease, now)
         starts = None if found is None else max(0.0, found.start - now)
@@ -249,7 +259,7 @@ class Gangs:
         try:
             return await self._wait(lease_id, lambda found: found.state != state, wait_s)
         except TimedOut:
-            return self.machine.gangs[lease_id].lease
+            return self._require(lease_id)
 
     # --- changing one
 
@@ -264,7 +274,7 @@ class Gangs:
             raise UsageError(f"a renewal of {duration_s} s", "name a positive duration, for example --for 1h")
         if lease.state != "active":
             raise Refused(f"lease {lease.id} is {lease.state}{f': {lease.reason}' if lease.reason else ''}, not active")
-        sent = clock.now()
+        sent = self.clock.now()
         blocking = self.machine.queue.timeline.blocks(lease, sent + duration_s)
         if blocking is not None:
             at = self.machine.gangs[blocking].lease.starts_at
@@ -394,39 +404,75 @@ class Gangs:
         await self._step(event)
 
     async def _step(self, event: PoolEvent) -> None:
-        async with self._lock:
-            await self._commit(self.machine.step(event, clock.now()))
+        await self._settled.wait()
+        await self._commit(self.machine.step(event, self.clock.now()), event)
 
-    async def _commit(self, decision: PoolDecision) -> None:
-        await self._store.append(STREAM, decision.entries)
+    async def _commit(self, decision: PoolDecision, event: PoolEvent | None = None) -> None:
+        """Fold what was decided at once, so that the next decision builds on it; say and do nothing before it is durable."""
+        machine = self.machine
+        moved = {event.lease} if isinstance(event, ForLease) else set()
+        states = []
         for entry in decision.entries:
-            self._apply(entry)
+            before = machine.gangs.get(entry.lease.id) if isinstance(entry, LeaseRecorded) else None
+            state = before.lease.state if before else ""
+            machine.apply(entry)
+            if isinstance(entry, LeaseRecorded):
+                moved.add(entry.lease.id)
+                states += [entry.lease] if entry.lease.state != state else []
+        try:
+            await self._store.append(STREAM, decision.entries)
+        except StorageFailed:
+            await self._read_again(machine)
+            raise
+        for lease in states:
+            self._changed(lease)
         for effect in decision.effects:
             self._ask(effect)
         if decision.wake_at is not None and (self._plan_at is None or decision.wake_at < self._plan_at):
             self._plan_at = decision.wake_at
         if self.machine.queue.is_dirty or decision.wake_at is not None:
             self._plan_due.set()
-        async with self._moved:
-            self._moved.notify_all()
+        for lease_id in moved:
+            for watcher in self._watched.get(lease_id, ()):
+                watcher.set()
 
-    def _apply(self, entry: PoolEntry) -> None:
-        before = self.machine.gangs.get(entry.lease.id) if isinstance(entry, LeaseRecorded) else None
-        state = before.lease.state if before else ""
-        self.machine.apply(entry)
-        if isinstance(entry, LeaseRecorded) and entry.lease.state != state:
-            self._changed(entry.lease)
+    async def _read_again(self, failed: Pool) -> None:
+        """What was decided last was not written: go back to what was, and carry that on."""
+        if self.machine is not failed or not self._settled.is_set():
+            return  # another failure of the same time sees to it
+        self._settled.clear()
+        try:
+            while True:
+                try:
+                    entries = await self._store.read(STREAM, PoolEntry)
+                    break
+                except StorageFailed as error:
+                    log.error("what was decided cannot be read again: %s", error)
+                    await asyncio.sleep(REREAD_S)
+            fresh = Pool(failed.capacity.sites, failed.capacity)
+            for entry in entries:
+                fresh.apply(entry)
+            asks = fresh.take_over(failed, self.clock.now())
+            self.machine = fresh
+        finally:
+            self._settled.set()
+        for ask in asks:
+            self._ask(ask)
+        for watchers in self._watched.values():
+            for watcher in watchers:
+                watcher.set()
+        self._plan_due.set()
 
     async def _keep_planning(self) -> None:
         """Plan whenever something changed, and when time alone may change something."""
         while True:
-            wait = None if self._plan_at is None else max(0.0, self._plan_at - clock.now())
+            wait = None if self._plan_at is None else max(0.0, self._plan_at - self.clock.now())
             try:
                 await asyncio.wait_for(self._plan_due.wait(), wait)
             except TimeoutError:
                 self.machine.queue.mark()
             self._plan_due.clear()
-            if self._plan_at is not None and self._plan_at <= clock.now():
+            if self._plan_at is not None and self._plan_at <= self.clock.now():
                 self._plan_at = None
                 self.machine.queue.mark()
             if not self.machine.queue.is_dirty:
@@ -435,7 +481,7 @@ class Gangs:
                 await self._step(PlanWanted())
             except IbshellError as error:
                 log.error("what was planned could not be recorded: %s", error)
-                self._plan_at = clock.now() + 1.0
+                self._plan_at = self.clock.now() + 1.0
 
     async def _watch_silent(self) -> None:
         """A lease whose time is long over at a silent site is over: that site's agent has ended it by itself."""
@@ -443,7 +489,7 @@ class Gangs:
             await asyncio.sleep(SILENT_CHECK_S)
             for lease in list(self.machine.running.values()):
                 silent = tuple(p.site for p in lease.parts if p.is_live and not self.machine.capacity.sites[p.site].up)
-                if silent and lease.started and clock.now() > surely_over(lease):
+                if silent and lease.started and self.clock.now() > surely_over(lease):
                     try:
                         await self._step(ForLease(lease.id, Unconfirmed(silent)))
                     except IbshellError as error:  # tried again at the next look; the hub goes on
@@ -476,17 +522,45 @@ class Gangs:
         return Reported(ask.site, report)
 
     async def _wait(self, lease_id: str, done: Callable[[Lease], bool], timeout_s: float) -> Lease:
-        gang = self.machine.gangs[lease_id]
+        with self._watching(lease_id) as moved:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not done(lease := self._require(lease_id)):
+                        moved.clear()
+                        await moved.wait()
+            except TimeoutError:
+                lease = self._require(lease_id)
+                waiting = [part.site for part in lease.parts if part.is_live]
+                raise TimedOut(
+                    f"lease {lease_id} is still {lease.state} after {timeout_s:.0f} s; waiting for {', '.join(waiting)}",
+                    f"look again later: ibshell lease show {lease_id}",
+                ) from None
+            await self.durable()
+        return lease
+
+    async def durable(self) -> None:
+        """Wait until everything decided so far is durable: before it, nobody is told."""
+        await self._settled.wait()
+        await self._store.append(STREAM, ())
+
+    def _require(self, lease_id: str) -> Lease:
+        lease = self.get(lease_id)
+        if lease is None:
+            raise NotFound(f"no lease {lease_id}", "ibshell lease list shows them")
+        return lease
+
+    @contextmanager
+    def _watching(self, lease_id: str) -> Iterator[asyncio.Event]:
+        """An event that is set whenever a lease has moved."""
+        moved = asyncio.Event()
+        watchers = self._watched.setdefault(lease_id, [])
+        watchers.append(moved)
         try:
-            async with asyncio.timeout(timeout_s), self._moved:
-                await self._moved.wait_for(lambda: done(gang.lease))
-        except TimeoutError:
-            waiting = [part.site for part in gang.lease.parts if part.is_live]
-            raise TimedOut(
-                f"lease {lease_id} is still {gang.lease.state} after {timeout_s:.0f} s; waiting for {', '.join(waiting)}",
-                f"look again later: ibshell lease show {lease_id}",
-            ) from None
-        return gang.lease
+            yield moved
+        finally:
+            watchers.remove(moved)
+            if not watchers:
+                self._watched.pop(lease_id, None)
 
 
 def _same(known: Lease, asked: Lease) -> bool:

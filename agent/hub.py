@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import asyncssh
 import msgspec
 
-from agent import clock, hub_views, links
+from agent import clock as real_clock
+from agent import hub_views, links
 from agent.config import HubConfig
 from agent.gangs import Gangs
+from agent.ports import Clock, Dialler, Store
 from agent.runs import Runs
-from agent.store.sqlite import SqliteStore
 from fedpool.errors import IbshellError, NotFound, StorageFailed, UsageError
 from fedpool.leasing.demand import nearest
 from fedpool.leasing.pool import TenantDropped, TenantSet
@@ -52,6 +54,7 @@ from fedpool.wire.session import Notice, Request, from_body
 log = logging.getLogger(__name__)
 
 UPLOAD_BYTES_MAX = 64 << 30
+READS = ("fed.events", "lease.list", "lease.show", "lease.wait")  # they change nothing and end when the asker hangs up
 
 
 class HubViewWanted(msgspec.Struct, frozen=True):
@@ -67,21 +70,44 @@ class Hub:
     Args:
         config: its configuration.
         directory: where the configuration lies; paths are relative to it.
+        store: its durable entries; closed at the end.
+        clock: the machine's.
+        dialler: reaches the sites; over SSH where none is given.
+        chance: makes ids and spreads attempts.
     """
 
-    def __init__(self, config: HubConfig, directory: Path) -> None:
+    def __init__(
+        self,
+        config: HubConfig,
+        directory: Path,
+        store: Store,
+        clock: Clock = real_clock,
+        dialler: Dialler | None = None,
+        chance: random.Random | None = None,
+    ) -> None:
         self.config = config
         self._state = directory / config.state
         self._socket = directory / config.socket
         self.identity = Identity.load(self._state / "identity")
-        self._store = SqliteStore(self._state / "hub.db")
+        self._store = store
+        self._clock = clock
         self._started = clock.now()
+        dialler = dialler or links.SshDialler(self.identity)
+        chance = chance or random.SystemRandom()
         self.links: dict[str, links.SiteLink] = {}
-        self.gangs = Gangs(self._store, self.links, [entry.name for entry in config.site], self._lease_changed)
+        names = [entry.name for entry in config.site]
+        self.gangs = Gangs(store, self.links, names, self._lease_changed, clock, chance)
         self.runs = Runs(self._store, self.gangs, self.links, self._state / "runs")
         for entry in config.site:
             self.links[entry.name] = links.SiteLink(
-                entry, self.identity, self.runs.source, self.gangs.site_up, self.gangs.site_down, self._site_notice
+                entry,
+                dialler,
+                clock,
+                chance,
+                self.runs.source,
+                self.gangs.site_up,
+                self.gangs.site_down,
+                self._site_notice,
             )
         self._answers: Answers[asyncio.Task[object]] = Answers()
         self._tasks: asyncio.TaskGroup | None = None
@@ -92,8 +118,8 @@ class Hub:
             "node.list": (msgspec.Struct, lambda _: hub_views.nodes(self.gangs, self.links)),
             "gpu.list": (msgspec.Struct, lambda _: hub_views.gpus(self.gangs, self.links)),
             "lease.request": (LeaseWanted, self._lease_request),
-            "lease.list": (msgspec.Struct, lambda _: hub_views.leases(self.gangs, self.links)),
-            "lease.show": (ById, lambda body: self.gangs.view(self.gangs.find(body.id))),
+            "lease.list": (msgspec.Struct, lambda _: self._lease_list()),
+            "lease.show": (ById, self._lease_show),
             "lease.wait": (LeaseAwaited, self._lease_wait),
             "lease.renew": (LeaseRenewal, self._lease_renew),
             "lease.release": (ById, self._lease_release),
@@ -125,9 +151,7 @@ class Hub:
         server: asyncio.Server | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                await self.gangs.recover(tasks)
-                self.runs.recover(tasks)
+                await self.start(tasks)
                 if self.config.listen_sites:
                     acceptor = ssh.reverse_acceptor(self.identity, known, self._site_dialled_in)
                     await self._listen(tasks, self.config.listen_sites, acceptor)
@@ -135,14 +159,20 @@ class Hub:
                     await self._listen(
                         tasks, self.config.listen, ssh.server_acceptor(self.identity, users, self._serve_user)
                     )
-                for link in self.links.values():
-                    tasks.create_task(link.run())
-                server = await local.listen(self._socket, self._serve)
+                server = await local.listen(self._socket, self.serve)
                 log.info("hub %s serves %d sites", self.config.name, len(self.links))
         finally:
             if server is not None:
                 server.close()
-            self._store.close()
+            await self._store.close()
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Read everything back and begin to reach the sites."""
+        self._tasks = tasks
+        await self.gangs.recover(tasks)
+        await self.runs.recover(tasks)
+        for link in self.links.values():
+            tasks.create_task(link.run())
 
     async def _listen(self, tasks: asyncio.TaskGroup, address: str, acceptor: Any) -> None:
         listener = ssh.Listener(address, acceptor)
@@ -155,9 +185,9 @@ class Hub:
     async def _serve_user(self, subsystem: str, stream: Stream, name: str) -> None:
         if subsystem == ssh.CONTROL:
             log.info("%s connected", name)
-            await self._serve(stream)
+            await self.serve(stream)
 
-    async def _serve(self, stream: Stream) -> None:
+    async def serve(self, stream: Stream) -> None:
         """Serve one user's control channel."""
         peer = Peer(stream, "hub", self.config.name, serve=self._answer)
         with contextlib.suppress(ExceptionGroup):
@@ -192,7 +222,7 @@ class Hub:
         if found is not None:
             return await asyncio.shield(found)
         result = answer(body)
-        if not asyncio.iscoroutine(result) or request.method in ("fed.events", "lease.wait"):
+        if not asyncio.iscoroutine(result) or request.method in READS:
             return await result if asyncio.iscoroutine(result) else result
         # A change goes on to its end even if the asker hangs up: half a lease helps nobody. It is remembered while it goes on,
         # so that the same request sent twice at once is carried out once; one that failed may be tried again.
@@ -207,13 +237,21 @@ class Hub:
 
     def _status(self) -> hub_views.PoolStatus:
         return hub_views.status(
-            self.config.name, os.getpid(), clock.now() - self._started, self.links, self.gangs, self.runs
+            self.config.name, os.getpid(), self._clock.now() - self._started, self.links, self.gangs, self.runs
         )
 
     async def _lease_request(self, wanted: LeaseWanted) -> object:
         if wanted.dry_run:
             return self.gangs.foresee(wanted)
         return self.gangs.view(await self.gangs.request(wanted))
+
+    async def _lease_list(self) -> object:
+        await self.gangs.durable()
+        return hub_views.leases(self.gangs, self.links)
+
+    async def _lease_show(self, wanted: ById) -> object:
+        await self.gangs.durable()
+        return self.gangs.view(self.gangs.find(wanted.id))
 
     async def _lease_wait(self, wanted: LeaseAwaited) -> object:
         return self.gangs.view(await self.gangs.wait(self.gangs.find(wanted.id).id, wanted.state, wanted.wait_s))

@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from agent import clock
 from agent.gangs import Gangs
 from agent.links import SiteLink
 from agent.runs import Runs
@@ -37,8 +36,9 @@ def _missing(links: Mapping[str, SiteLink]) -> list[SiteError]:
     return [SiteError(link.name, link.error.code, link.error.message) for link in links.values() if not link.is_up]
 
 
-def _as_of(links: Mapping[str, SiteLink]) -> dict[str, str]:
-    return {link.name: clock.wall() if link.is_up else link.seen for link in links.values() if link.seen}
+def _as_of(gangs: Gangs, links: Mapping[str, SiteLink]) -> dict[str, str]:
+    now = gangs.clock.wall()
+    return {link.name: now if link.is_up else link.seen for link in links.values() if link.seen}
 
 
 def _holders(gangs: Gangs, link: SiteLink) -> dict[str, SiteLease]:
@@ -99,7 +99,7 @@ def sites(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "gpus": len(gpus) if d else None,
                 "gpus_free": (len(gpus) - len(_holders(gangs, link)) if link.is_up else 0) if d else None,
                 "types": ",".join(sorted({gpu.type for gpu in gpus})),
-                "since_s": round(clock.now() - link.since, 1),
+                "since_s": round(gangs.clock.now() - link.since, 1),
                 "seen": link.seen,
                 "address": link.entry.address,
                 "identity": fingerprint(link.key),
@@ -110,7 +110,7 @@ def sites(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "error": "" if link.is_up else link.error.message,
             }
         )
-    return Listing(items, _missing(links), _as_of(links))
+    return Listing(items, _missing(links), _as_of(gangs, links))
 
 
 def nodes(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
@@ -132,7 +132,7 @@ def nodes(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                     "type": ",".join(sorted({gpu.type for gpu in node.gpus})),
                 }
             )
-    return Listing(items, _missing(links), _as_of(links))
+    return Listing(items, _missing(links), _as_of(gangs, links))
 
 
 def gpus(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
@@ -162,7 +162,7 @@ def gpus(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                         "token": next((g.token for g in lease.grants if g.uuid == gpu.uuid), None) if lease else None,
                     }
                 )
-    return Listing(items, _missing(links), _as_of(links))
+    return Listing(items, _missing(links), _as_of(gangs, links))
 
 
 def _unknown(gangs: Gangs, link: SiteLink, known: set[str]) -> list[SiteLease]:
@@ -209,7 +209,7 @@ def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
             }
         )
     items += [_orphan(link.name, lease) for link in _described(links) for lease in _unknown(gangs, link, known)]
-    return Listing(items, _missing(links), _as_of(links))
+    return Listing(items, _missing(links), _as_of(gangs, links))
 
 
 def tenant(gangs: Gangs, name: str) -> TenantView:
@@ -226,7 +226,7 @@ def tenant(gangs: Gangs, name: str) -> TenantView:
         tenants.known[name],
         tenants.holds(name),
         sum(tenants.borrowed(name, kind) for kind in kinds),
-        round(tenants.used(name, clock.now()) / 3600, 2),
+        round(tenants.used(name, gangs.clock.now()) / 3600, 2),
     )
 
 

@@ -4,10 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from agent import clock
-from agent.launchers import local
-from agent.store.sqlite import SqliteStore
-from fedpool.errors import IbshellError
+from agent.ports import Clock, Launcher, Store
+from fedpool.errors import IbshellError, StorageFailed
 from fedpool.leasing.grants import (
     EndProcesses,
     GrantDecision,
@@ -17,12 +15,15 @@ from fedpool.leasing.grants import (
     SiteLimits,
     WarnProcesses,
 )
-from fedpool.leasing.requests import Cordon, LeaseEvent, ProcessesGone, Tick, Uncordon
+from fedpool.leasing.requests import Cordon, GrantEvent, LeaseEvent, ProcessesGone, Tick, Uncordon
+from fedpool.names import mark_of
 from fedpool.records import Inventory, SiteLease
+from fedpool.step import Decision
 
 log = logging.getLogger(__name__)
 
 STREAM = "leases"
+RETRY_S = 1.0
 
 
 class SiteLeases:
@@ -34,6 +35,8 @@ class SiteLeases:
         limits: what the site allows.
         store: where entries go.
         changed: told of every change, after it is durable.
+        clock: the machine's.
+        launcher: ends and warns processes.
     """
 
     def __init__(
@@ -41,26 +44,33 @@ class SiteLeases:
         site: str,
         inventory: Inventory,
         limits: SiteLimits,
-        store: SqliteStore,
+        store: Store,
         changed: Callable[[SiteLease], None],
+        clock: Clock,
+        launcher: Launcher,
     ) -> None:
         self.machine = SiteGrants(site, inventory, limits)
         self._store = store
         self._changed = changed
-        self._lock = asyncio.Lock()
+        self._clock = clock
+        self._launcher = launcher
+        self._settled = asyncio.Event()  # clear while the entries are read again
+        self._settled.set()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: set[EndProcesses | WarnProcesses] = set()
 
     async def recover(self) -> None:
         """Read the entries back, end what a dead run of this agent left behind, then open for grants."""
-        for entry in self._store.read(STREAM, GrantEntry):
+        for entry in await self._store.read(STREAM, GrantEntry):
             self.machine.apply(entry)
-        at, boot = self._store.last_written()
-        await self._commit([self.machine.restarted(clock.now(), at, clock.boot(), boot)])
-        # A program does not outlive its agent: what is left of one belongs to a lease whose task must be started anew.
-        for lease_id in self.machine.leases:
-            await local.end(local.mark_of(self.machine.site, lease_id))
+        at, boot = await self._store.last_written()
+        clock = self._clock
+        await self._commit(Decision([self.machine.restarted(clock.now(), at, clock.boot(), boot)]))
+        # A program does not outlive its agent: what is left of one belongs to a lease whose task must be started anew, or to
+        # one that this agent's disk has lost.
+        for mark in await self._launcher.marks(self.machine.site):
+            await self._launcher.end(mark)
         self.machine.recovering = False
         for lease in list(self.machine.leases.values()):
             if lease.state == "ending" or lease.next_tenant:
@@ -72,20 +82,18 @@ class SiteLeases:
             wake_at = await self._tick()
             self._wake.clear()
             try:
-                await asyncio.wait_for(self._wake.wait(), None if wake_at is None else max(0.0, wake_at - clock.now()))
+                await asyncio.wait_for(
+                    self._wake.wait(), None if wake_at is None else max(0.0, wake_at - self._clock.now())
+                )
             except TimeoutError:
                 continue
 
     async def _tick(self) -> float | None:
         try:
-            async with self._lock:
-                decision = self.machine.step(Tick(), clock.now())
-                await self._commit(decision.entries)
+            return (await self._step(Tick())).wake_at
         except IbshellError as error:
             log.error("expiry could not be recorded: %s", error)
-            return clock.now() + 1.0
-        self._start(decision.effects)
-        return decision.wake_at
+            return self._clock.now() + RETRY_S
 
     async def step(self, event: LeaseEvent | ProcessesGone) -> SiteLease:
         """Put an event to the machine; the answer is durable.
@@ -94,6 +102,7 @@ class SiteLeases:
             IbshellError: see `SiteGrants.step`; nothing has changed.
         """
         decision = await self._step(event)
+        self._wake.set()
         said = [reply for reply in decision.replies if isinstance(reply, SiteLease)]
         return said[-1] if said else self.machine.leases[event.lease]
 
@@ -105,21 +114,53 @@ class SiteLeases:
         """
         await self._step(event)
 
-    async def _step(self, event: LeaseEvent | ProcessesGone | Cordon | Uncordon) -> GrantDecision:
-        async with self._lock:
-            decision = self.machine.step(event, clock.now())
-            await self._commit(decision.entries)
-        self._start(decision.effects)
-        self._wake.set()
+    async def durable(self) -> None:
+        """Wait until everything decided so far is durable: before it, nobody is told."""
+        await self._settled.wait()
+        await self._store.append(STREAM, ())
+
+    async def _step(self, event: GrantEvent) -> GrantDecision:
+        await self._settled.wait()
+        decision = self.machine.step(event, self._clock.now())
+        await self._commit(decision)
         return decision
 
-    async def _commit(self, entries: Sequence[GrantEntry]) -> None:
-        await self._store.append(STREAM, entries)
-        for entry in entries:
-            self.machine.apply(entry)
-        for entry in entries:
+    async def _commit(self, decision: GrantDecision) -> None:
+        """Fold what was decided at once, so that the next decision builds on it; say and do nothing before it is durable."""
+        machine = self.machine
+        for entry in decision.entries:
+            machine.apply(entry)
+        try:
+            await self._store.append(STREAM, decision.entries)
+        except StorageFailed:
+            await self._read_again(machine)
+            raise
+        for entry in decision.entries:
             if isinstance(entry, LeaseChanged):
                 self._changed(entry.lease)
+        self._start(decision.effects)
+
+    async def _read_again(self, failed: SiteGrants) -> None:
+        """What was decided last was not written: go back to what was."""
+        if self.machine is not failed or not self._settled.is_set():
+            return  # another failure of the same time sees to it
+        self._settled.clear()
+        try:
+            while True:
+                try:
+                    entries = await self._store.read(STREAM, GrantEntry)
+                    break
+                except StorageFailed as error:
+                    log.error("what was decided cannot be read again: %s", error)
+                    await asyncio.sleep(RETRY_S)
+            fresh = SiteGrants(failed.site, failed.inventory, failed.limits)
+            for entry in entries:
+                fresh.apply(entry)
+            fresh.recovering = failed.recovering
+            self.machine = fresh
+        finally:
+            self._settled.set()
+        self._wake.set()
 
     def _start(self, effects: Sequence[EndProcesses | WarnProcesses]) -> None:
         for effect in effects:
@@ -132,9 +173,9 @@ class SiteLeases:
 
     async def _carry_out(self, effect: EndProcesses | WarnProcesses) -> None:
         try:
-            mark = local.mark_of(self.machine.site, effect.lease)
+            mark = mark_of(self.machine.site, effect.lease)
             if isinstance(effect, WarnProcesses):
-                await local.warn(mark)
+                await self._launcher.warn(mark)
             else:
                 await self._end(effect, mark)
         finally:
@@ -144,9 +185,9 @@ class SiteLeases:
         """Kill, confirm, free; a process that does not die keeps its devices occupied."""
         while True:
             try:
-                await local.end(mark)
+                await self._launcher.end(mark)
                 await self.step(ProcessesGone(effect.lease, effect.devices))
                 return
             except IbshellError as error:
                 log.error("lease %s is not free yet: %s", effect.lease, error)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(RETRY_S)

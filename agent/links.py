@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import asyncssh
 import msgspec
 
-from agent import clock, files
+from agent import files
 from agent.backoff import LAST_S, delay
 from agent.config import SiteEntry
+from agent.ports import Clock, Dialler
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Unreachable
 from fedpool.transport import ssh
 from fedpool.transport.bulk import BulkChannel, Source
@@ -25,12 +28,44 @@ from fedpool.wire.session import Notice
 log = logging.getLogger(__name__)
 
 
+class SshDialler:
+    """Reaches sites over SSH: their agent itself, or a stock sshd that starts a bridge to it.
+
+    Args:
+        identity: the hub's key.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    @asynccontextmanager
+    async def connect(self, entry: SiteEntry, subsystem: str) -> AsyncIterator[tuple[Stream, dict[str, str]]]:
+        """See `Dialler.connect`."""
+        stdio = entry.mode == "stdio"
+        key = parse_public(
+            entry.host_key if stdio else entry.key, f"site {entry.name}: {'host_key' if stdio else 'key'}"
+        )
+        user = (entry.user,) if stdio else ()
+        connection = await ssh.dial(entry.address, key, self._identity, entry.name, *user)
+        try:
+            stream: Stream
+            if stdio:
+                stream = await ssh.open_command(connection, [*entry.command, subsystem])
+            else:
+                stream = await ssh.open_channel(connection, subsystem)
+            yield stream, ssh.negotiated(connection)
+        finally:
+            connection.abort()
+
+
 class SiteLink:
     """The link to one site.
 
     Args:
         entry: how it is reached.
-        identity: the hub's key.
+        dialler: reaches it.
+        clock: the machine's.
+        chance: spreads attempts.
         source: finds objects the site fetches from the hub.
         up: told when the site has connected and described itself.
         down: told when it is silent.
@@ -47,7 +82,9 @@ class SiteLink:
     def __init__(
         self,
         entry: SiteEntry,
-        identity: Identity,
+        dialler: Dialler,
+        clock: Clock,
+        chance: random.Random,
         source: Callable[[bytes], Awaitable[Source]],
         up: Callable[[SiteLink], Awaitable[None]],
         down: Callable[[SiteLink], None],
@@ -57,11 +94,13 @@ class SiteLink:
         self.name = entry.name
         self.key = parse_public(entry.key, f"site {entry.name}")
         self.description: SiteDescription | None = None
+        self._dialler = dialler
+        self._clock = clock
+        self._chance = chance
         self.since = clock.now()
         self.seen = ""
         self.error: IbshellError = Unreachable(f"{entry.name} has not connected yet")
         self.negotiated: dict[str, str] = {}
-        self._identity = identity
         self._source = source
         self._up = up
         self._down = down
@@ -93,36 +132,18 @@ class SiteLink:
     async def _keep(self, subsystem: str) -> None:
         attempt = 0
         while True:
-            started = clock.now()
+            started = self._clock.now()
             try:
-                connection = await self._dial()
-                try:
-                    await self._serve(subsystem, connection)
-                finally:
-                    connection.abort()
+                async with self._dialler.connect(self.entry, subsystem) as (stream, negotiated):
+                    if subsystem == ssh.CONTROL:
+                        self.negotiated = negotiated
+                    await self._serve_stream(subsystem, stream)
             except IbshellError as error:
                 if subsystem == ssh.CONTROL:
                     self.error = error
                 log.info("%s: %s", self.name, error)
-            attempt = 0 if clock.now() - started > 2 * LAST_S else attempt + 1
-            await asyncio.sleep(delay(attempt))
-
-    async def _dial(self) -> asyncssh.SSHClientConnection:
-        entry = self.entry
-        if entry.mode == "stdio":
-            host_key = parse_public(entry.host_key, f"site {entry.name}: host_key")
-            return await ssh.dial(entry.address, host_key, self._identity, self.name, entry.user)
-        return await ssh.dial(entry.address, self.key, self._identity, self.name)
-
-    async def _serve(self, subsystem: str, connection: asyncssh.SSHClientConnection) -> None:
-        stream: Stream
-        if self.entry.mode == "stdio":
-            stream = await ssh.open_command(connection, [*self.entry.command, subsystem])
-        else:
-            stream = await ssh.open_channel(connection, subsystem)
-        if subsystem == ssh.CONTROL:
-            self.negotiated = ssh.negotiated(connection)
-        await self._serve_stream(subsystem, stream)
+            attempt = 0 if self._clock.now() - started > 2 * LAST_S else attempt + 1
+            await asyncio.sleep(delay(attempt, self._chance))
 
     async def accept(self, connection: asyncssh.SSHClientConnection) -> None:
         """Serve a connection that the site dialled; it says what it is for by what it lets the hub open."""
@@ -173,7 +194,7 @@ class SiteLink:
             if self._peer is not None:
                 self._peer.close()  # the site is back before the hub noticed that it was gone
             self._peer, self.description = peer, description
-            self.since, self.seen = clock.now(), clock.wall()
+            self.since, self.seen = self._clock.now(), self._clock.wall()
             log.info("%s is up", self.name)
             await self._up(self)
             try:
@@ -181,8 +202,8 @@ class SiteLink:
             finally:
                 if self._peer is peer:
                     self._peer = None
-                    self.since = clock.now()
-                    self.error = Unreachable(f"{self.name} has been silent since {clock.wall()}")
+                    self.since = self._clock.now()
+                    self.error = Unreachable(f"{self.name} has been silent since {self._clock.wall()}")
                     log.info("%s is down", self.name)
                     self._down(self)
 
@@ -212,7 +233,7 @@ class SiteLink:
         if peer is None:
             raise Unreachable(f"{self.name} cannot be reached: {self.error.message}", self.error.hint)
         answer = await peer.call(method, body, expect, timeout_s)
-        self.seen = clock.wall()
+        self.seen = self._clock.wall()
         return answer
 
     def cordoned(self, cordons: dict[str, str]) -> None:

@@ -78,17 +78,21 @@ def _key(state: Path) -> int:
 async def _hub(path: Path) -> None:
     from agent.config import HubConfig, load
     from agent.hub import Hub
+    from agent.store.sqlite import SqliteStore
 
-    await Hub(load(path, HubConfig), path.parent.resolve()).run()
+    config, directory = load(path, HubConfig), path.parent.resolve()
+    await Hub(config, directory, SqliteStore(directory / config.state / "hub.db")).run()
 
 
 async def _site(path: Path) -> None:
     from agent.config import SiteConfig, load
     from agent.probes.simulated import SimulatedProbe
     from agent.site import SiteAgent
+    from agent.store.sqlite import SqliteStore
 
-    config = load(path, SiteConfig)
-    await SiteAgent(config, path.parent.resolve(), SimulatedProbe(config.simulated)).run()
+    config, directory = load(path, SiteConfig), path.parent.resolve()
+    store = SqliteStore(directory / config.state / "site.db")
+    await SiteAgent(config, directory, SimulatedProbe(config.simulated), store).run()
 
 
 def _serve(service: Coroutine[Any, Any, None], verbose: bool) -> int:

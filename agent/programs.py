@@ -10,6 +10,7 @@ from typing import Any
 
 from agent.launchers import local
 from fedpool.errors import IbshellError, ProgramFailed, Refused, TimedOut, UsageError
+from fedpool.names import mark_of
 from fedpool.transport import local as unix
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream
@@ -44,7 +45,7 @@ class Task:
         self.directory = directory
         self.failure = ""
         self._site = site
-        self._mark = local.mark_of(site, wanted.lease)
+        self._mark = mark_of(site, wanted.lease)
         self._socket = socket
         self._data = data
         self._check = check

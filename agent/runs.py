@@ -17,9 +17,19 @@ from agent import clock, files
 from agent.aggregate import aggregate
 from agent.gangs import Gangs
 from agent.links import SiteLink
+from agent.ports import Store
 from agent.run_rounds import RoundDriver
-from agent.store.sqlite import SqliteStore
-from fedpool.errors import Failed, IbshellError, NotFound, ProgramFailed, Refused, RoundFailed, TimedOut, UsageError
+from fedpool.errors import (
+    Failed,
+    IbshellError,
+    NotFound,
+    ProgramFailed,
+    Refused,
+    RoundFailed,
+    StorageFailed,
+    TimedOut,
+    UsageError,
+)
 from fedpool.federation import parameters
 from fedpool.federation import plan as plans
 from fedpool.federation.rounds import (
@@ -111,7 +121,7 @@ class Runs:
         directory: for models and vectors.
     """
 
-    def __init__(self, store: SqliteStore, gangs: Gangs, links: Mapping[str, SiteLink], directory: Path) -> None:
+    def __init__(self, store: Store, gangs: Gangs, links: Mapping[str, SiteLink], directory: Path) -> None:
         self._store = store
         self._gangs = gangs
         self._links = links
@@ -119,11 +129,11 @@ class Runs:
         self._live: dict[str, _Live] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
-    def recover(self, tasks: asyncio.TaskGroup) -> None:
+    async def recover(self, tasks: asyncio.TaskGroup) -> None:
         """Read every run back; one that was going on waits to be resumed."""
         self._tasks = tasks
-        for stream in self._store.streams("run/"):
-            entries = self._store.read(stream, RunEntry)
+        for stream in await self._store.streams("run/"):
+            entries = await self._store.read(stream, RunEntry)
             created = entries[0]
             assert isinstance(created, RunCreated)
             run = Run(created.run, plans.parse(created.plan_text, f"the plan of run {created.run}"))
@@ -132,7 +142,12 @@ class Runs:
             self._live[run.id] = _Live(run, self._directory / run.id)
 
     async def _record(self, live: _Live, entry: RunEntry) -> None:
-        await self._store.append(f"run/{live.run.id}", [entry])
+        stream = f"run/{live.run.id}"
+        try:
+            await self._store.append(stream, [entry])
+        except StorageFailed:
+            await self._store.read(stream, RunEntry)  # nothing rests on it: the stream may take the next
+            raise
         live.run.apply(entry)
 
     def find(self, prefix: str) -> _Live:

@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import random
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from agent import clock, files
+from agent import clock as real_clock
+from agent import files
 from agent.backoff import LAST_S, delay
 from agent.config import SiteConfig
+from agent.launchers import local as local_launcher
 from agent.leases import SiteLeases
+from agent.ports import Clock, Launcher, Store
 from agent.probes import DeviceProbe
 from agent.programs import Task
 from agent.site_rounds import SiteRounds
-from agent.store.sqlite import SqliteStore
 from fedpool import __version__
 from fedpool.errors import IbshellError, NotFound, Unreachable, UsageError
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
@@ -67,9 +70,20 @@ class SiteAgent:
         config: its configuration.
         directory: where the configuration lies; paths are relative to it.
         probe: finds the site's devices.
+        store: its durable entries; closed at the end.
+        clock: the machine's.
+        launcher: ends and warns processes.
     """
 
-    def __init__(self, config: SiteConfig, directory: Path, probe: DeviceProbe) -> None:
+    def __init__(
+        self,
+        config: SiteConfig,
+        directory: Path,
+        probe: DeviceProbe,
+        store: Store,
+        clock: Clock = real_clock,
+        launcher: Launcher = local_launcher,
+    ) -> None:
         self.config = config
         self._state = directory / config.state
         self._runtime = (directory / config.socket).parent
@@ -77,9 +91,13 @@ class SiteAgent:
         self._data = str((directory / config.data).resolve()) if config.data else ""
         self.identity = Identity.load(self._state / "identity")
         self._hub_keys = {parse_public(config.hub_key, "hub_key"): "hub"}
-        self._store = SqliteStore(self._state / "site.db")
+        self._store = store
+        self._clock = clock
+        self._chance = random.SystemRandom()  # spreads attempts to dial
         self._inventory = probe.snapshot()
-        self._leases = SiteLeases(config.name, self._inventory, config.policy, self._store, self._lease_changed)
+        self._leases = SiteLeases(
+            config.name, self._inventory, config.policy, store, self._lease_changed, clock, launcher
+        )
         peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
         self._rounds = SiteRounds(
             SitePolicy(config.name, self.identity.public, peers, config.minimum_cohort),
@@ -91,20 +109,20 @@ class SiteAgent:
         )
         self._tasks: dict[str, Task] = {}
         self._starting = asyncio.Lock()
-        self._hubs: set[Peer] = set()
+        self._hubs: dict[Peer, None] = {}
         self._bulk: BulkChannel | None = None
         self._bulk_up = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serve until cancelled; programs end with the agent."""
-        await self._leases.recover()
-        server = await local.listen(self._socket, self._stdio)
+        server: asyncio.Server | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._leases.run())
+                await self.start(tasks)
+                server = await local.listen(self._socket, self._stdio)
                 if self.config.listen:
-                    acceptor = ssh.server_acceptor(self.identity, self._hub_keys, self._serve)
+                    acceptor = ssh.server_acceptor(self.identity, self._hub_keys, self.serve)
                     listener = ssh.Listener(self.config.listen, acceptor)
                     log.info("site %s listens on %s", self.config.name, listener.bind())
                     tasks.create_task(listener.run())
@@ -112,31 +130,38 @@ class SiteAgent:
                     for subsystem in ssh.SUBSYSTEMS:
                         tasks.create_task(self._dial_out(subsystem))
         finally:
-            server.close()
+            if server is not None:
+                server.close()
             for task in self._tasks.values():
                 with contextlib.suppress(IbshellError):
                     await task.kill()
-            self._store.close()
+            await self._store.close()
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Read everything back, end what a dead run of this agent left, and let time pass."""
+        await self._rounds.recover()
+        await self._leases.recover()
+        tasks.create_task(self._leases.run())
 
     async def _dial_out(self, subsystem: str) -> None:
         attempt = 0
         while True:
-            started = clock.now()
+            started = self._clock.now()
             try:
-                await ssh.dial_reverse(self.config.hub, self.identity, self._hub_keys, self._serve, (subsystem,))
+                await ssh.dial_reverse(self.config.hub, self.identity, self._hub_keys, self.serve, (subsystem,))
                 log.info("the %s connection to the hub ended", subsystem)
             except IbshellError as error:
                 log.info("%s", error)
-            attempt = 0 if clock.now() - started > 2 * LAST_S else attempt + 1
-            await asyncio.sleep(delay(attempt))
+            attempt = 0 if self._clock.now() - started > 2 * LAST_S else attempt + 1
+            await asyncio.sleep(delay(attempt, self._chance))
 
     async def _stdio(self, stream: AsyncioStream) -> None:
         """A bridge from a stock sshd: its first line names the subsystem."""
         subsystem = (await stream.read_line()).decode(errors="replace").strip()
         if subsystem in ssh.SUBSYSTEMS:
-            await self._serve(subsystem, stream, "hub")
+            await self.serve(subsystem, stream, "hub")
 
-    async def _serve(self, subsystem: str, stream: Stream, name: str) -> None:
+    async def serve(self, subsystem: str, stream: Stream, name: str) -> None:
         """Serve one channel that the hub opened, until it ends."""
         try:
             if subsystem == ssh.BULK:
@@ -150,11 +175,11 @@ class SiteAgent:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(peer.run())
             await peer.start()
-            self._hubs.add(peer)
+            self._hubs[peer] = None
             try:
                 await running
             finally:
-                self._hubs.discard(peer)
+                del self._hubs[peer]
 
     async def _serve_bulk(self, channel: BulkChannel) -> None:
         self._bulk = channel
@@ -212,6 +237,7 @@ class SiteAgent:
         body, method = request.body, request.method
         match method:
             case "site.describe":
+                await self._leases.durable()
                 return self._describe()
             case "site.cordon":
                 await self._leases.cordon(from_body(body, Cordon, method))
@@ -248,7 +274,7 @@ class SiteAgent:
             tasks={task.wanted.lease: run for run, task in self._tasks.items() if not task.failure},
             recovering=machine.recovering,
             epoch=machine.epoch,
-            boottime=clock.now(),
+            boottime=self._clock.now(),
             cordons=machine.cordons,
         )
 

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from agent import clock, files
+from agent.ports import Store
 from agent.programs import Task
-from agent.store.sqlite import SqliteStore
 from fedpool.errors import IbshellError, NotFound, ProgramFailed, Refused, UsageError
 from fedpool.federation import parameters
 from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
@@ -92,7 +92,7 @@ class SiteRounds:
         self,
         policy: SitePolicy,
         identity: Identity,
-        store: SqliteStore,
+        store: Store,
         directory: Path,
         fetch: Callable[[bytes, Path], Awaitable[None]],
         task: Callable[[str], Task],
@@ -106,7 +106,10 @@ class SiteRounds:
         self._open: dict[str, _Open] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._released: dict[str, int] = {}
-        for entry in store.read(STREAM, SharesReleased):
+
+    async def recover(self) -> None:
+        """Read back which rounds' shares were released: none is released for an earlier round."""
+        for entry in await self._store.read(STREAM, SharesReleased):
             self._released[entry.federation] = max(self._released.get(entry.federation, 0), entry.round)
 
     async def open(self, wanted: RoundWanted) -> KeyMessage:
@@ -189,6 +192,7 @@ class SiteRounds:
             except IbshellError:
                 # What cannot be recorded must not be revealed: this site is out of the round.
                 self._open.pop(phase.run, None)
+                await self.recover()
                 raise
             for entry in decision.entries:
                 self._released[entry.federation] = max(self._released.get(entry.federation, 0), entry.round)

@@ -18,3 +18,8 @@ def require_id(text: str, what: str) -> str:
     if not _ID.fullmatch(text):
         raise UsageError(f"{text[:70]!r} is no {what} id", "8 to 64 hexadecimal digits")
     return text
+
+
+def mark_of(site: str, lease: str) -> str:
+    """The mark that the processes of a lease bear at a site."""
+    return f"{site}/{lease}"

@@ -27,11 +27,6 @@ def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def mark_of(site: str, lease: str) -> str:
-    """The mark of a lease's processes at a site."""
-    return f"{site}/{lease}"
-
-
 class Program:
     """A running program.
 
@@ -116,6 +111,11 @@ def scan() -> dict[str, list[int]]:
             if variable.startswith(prefix):
                 found.setdefault(variable[len(prefix) :].decode(errors="replace"), []).append(int(entry.name))
     return found
+
+
+async def marks(site: str) -> list[str]:
+    """See `Launcher.marks`."""
+    return sorted(mark for mark in await asyncio.to_thread(scan) if mark.startswith(f"{site}/"))
 
 
 async def warn(mark: str) -> None:

@@ -1,43 +1,51 @@
-"""Entries in SQLite: append-only streams, durable when `append` returns (WAL, synchronous=FULL), one writer.
+"""Entries in SQLite: append-only streams, durable when `append` returns (WAL, synchronous=FULL), one writer, groups of entries.
 
 A stream is the history of one thing: `leases`, `rounds`, `run/7f3a…`. An entry is a tagged Struct, kept as JSON, with the clock
-of its writing. State is the fold of a stream; nothing is ever updated.
+of its writing. State is the fold of a stream from its latest snapshot on; nothing is ever updated.
 """
 
 import asyncio
 import json
 import sqlite3
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from agent import clock
 from fedpool.errors import IntegrityError, StorageFailed
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
-_SCHEMA = """
+_SNAPSHOTS = "CREATE TABLE snapshots (stream TEXT PRIMARY KEY, seq INTEGER NOT NULL) STRICT;"
+_SCHEMA = f"""
 CREATE TABLE entries (
   seq INTEGER PRIMARY KEY, stream TEXT NOT NULL, at REAL NOT NULL, boot TEXT NOT NULL, wall TEXT NOT NULL, body TEXT NOT NULL
 ) STRICT;
 CREATE INDEX entries_stream ON entries (stream, seq);
+{_SNAPSHOTS}
 """
+_INSERT = "INSERT INTO entries (stream, at, boot, wall, body) VALUES (?, ?, ?, ?, ?)"
+_MARK = "INSERT INTO snapshots VALUES (?, ?) ON CONFLICT (stream) DO UPDATE SET seq = excluded.seq"
 
-
+Result = TypeVar("Result")
 _Row = tuple[str, float, str, str, str]
 
 
-def _settle(done: asyncio.Future[None], failure: StorageFailed | None) -> None:
-    if done.cancelled():
-        return
-    if failure is None:
-        done.set_result(None)
-    else:
-        done.set_exception(StorageFailed(failure.message, failure.hint))
+@dataclass(frozen=True)
+class _Waiting:
+    """What one `append` wants written; `basis` is the reading of the stream that it rests on."""
+
+    stream: str
+    basis: int
+    rows: list[_Row]
+    snapshot: bool
+    done: asyncio.Future[None]
+    loop: asyncio.AbstractEventLoop
 
 
 def entry_from_1(entry: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def entry_from_1(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 class SqliteStore:
-    """One agent's durable entries.
+    """One agent's durable entries; see `agent.ports.Store`.
 
     Args:
         path: of the database; made if it is not there.
@@ -67,7 +75,11 @@ class SqliteStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._waiting: deque[tuple[list[_Row], asyncio.Future[None], asyncio.AbstractEventLoop]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._in_flight: Counter[str] = Counter()
+        self._basis: Counter[str] = Counter()  # how often each stream has been read
+        self._failed: set[tuple[str, int]] = set()  # (stream, basis) on which nothing can be built any more
+        self._broken = ""
         # One thread owns the connection: appends queue there and never hold up the event loop.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._thread.submit(self._open).result()
@@ -82,7 +94,7 @@ class SqliteStore:
             if version == 0:
                 self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT")
             elif version < SCHEMA_VERSION:
-                self._migrate()
+                self._migrate(version)
             elif version > SCHEMA_VERSION:
                 raise IntegrityError(
                     f"{self.path} has schema {version}; this release knows up to {SCHEMA_VERSION}",
@@ -98,91 +110,147 @@ class SqliteStore:
                 ) from None
             raise IntegrityError(
                 f"{self.path} is damaged: {error}",
-                "restore it from a backup; do not delete it, it holds the fencing tokens already given out",
+                "stop the agent and restore a backup: ibshell-agent restore --help; do not delete the file, it holds the "
+                "fencing tokens already given out",
             ) from None
         except OSError as error:
             raise StorageFailed(f"{self.path} cannot be opened: {error.strerror}") from None
 
-    def _migrate(self) -> None:
+    def _migrate(self, version: int) -> None:
         """Bring an older file forward, in one transaction."""
         self._db.execute("BEGIN IMMEDIATE")
-        for seq, body in self._db.execute("SELECT seq, body FROM entries WHERE stream = 'leases'").fetchall():
-            newer = json.dumps(entry_from_1(json.loads(body)), separators=(",", ":"))
-            self._db.execute("UPDATE entries SET body = ? WHERE seq = ?", (newer, seq))
+        if version < 2:
+            for seq, body in self._db.execute("SELECT seq, body FROM entries WHERE stream = 'leases'").fetchall():
+                newer = json.dumps(entry_from_1(json.loads(body)), separators=(",", ":"))
+                self._db.execute("UPDATE entries SET body = ? WHERE seq = ?", (newer, seq))
+        self._db.execute(_SNAPSHOTS)
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         self._db.execute("COMMIT")
 
-    async def append(self, stream: str, entries: Sequence[msgspec.Struct]) -> None:
-        """Write entries; durable when it returns, all or none of them. What waits to be written is written in one transaction.
+    # --- writing
+
+    async def append(self, stream: str, entries: Sequence[msgspec.Struct], *, snapshot: bool = False) -> None:
+        """See `Store.append`. What waits to be written is written in one transaction.
 
         Raises:
             StorageFailed: the disk is full, read-only or broken.
         """
-        if not entries:
+        basis = self._basis[stream]
+        if (stream, basis) in self._failed or self._broken:
+            raise self._refusal(stream)
+        if not entries and not self._in_flight[stream]:
             return
         at, boot, wall = clock.now(), clock.boot(), clock.wall()
         rows = [(stream, at, boot, wall, msgspec.json.encode(entry).decode()) for entry in entries]
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((rows, done, loop))
+        self._in_flight[stream] += 1
+        self._waiting.append(_Waiting(stream, basis, rows, snapshot, done, loop))
         self._thread.submit(self._write_waiting)
         await done
+
+    def _refusal(self, stream: str) -> StorageFailed:
+        if self._broken:
+            return StorageFailed(
+                f"{self.path} failed before: {self._broken}", "look at the disk, then start the agent again"
+            )
+        return StorageFailed(f"{self.path}: what came before in {stream} was not written", "ask again")
 
     def _write_waiting(self) -> None:
         group = []
         while self._waiting:
             group.append(self._waiting.popleft())
+        refused = [one for one in group if (one.stream, one.basis) in self._failed or self._broken]
+        for one in refused:
+            self._settle(one, self._refusal(one.stream))
+        group = [one for one in group if one not in refused]
         if not group:
             return  # an earlier call wrote it together with its own
         failure: StorageFailed | None = None
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            rows = [row for rows, _, _ in group for row in rows]
-            self._db.executemany("INSERT INTO entries (stream, at, boot, wall, body) VALUES (?, ?, ?, ?, ?)", rows)
-            self._db.execute("COMMIT")
+            self._write(group)
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             failure = StorageFailed(
                 f"{self.path} cannot be written: {error}", "make room on the disk; nothing was changed"
             )
-        for _, done, loop in group:
-            loop.call_soon_threadsafe(_settle, done, failure)
+            self._failed.update((one.stream, one.basis) for one in group if one.rows)
+            if error.sqlite_errorname.startswith("SQLITE_IOERR"):
+                # After a failed fsync the kernel may have dropped what it could not write: only a fresh start tells what stands.
+                self._broken = str(error)
+        for one in group:
+            self._settle(one, failure)
 
-    def read(self, stream: str, kinds: Any) -> list[Any]:
-        """Every entry of a stream, in order.
+    def _write(self, group: list[_Waiting]) -> None:
+        if not any(one.rows for one in group):
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        for one in group:
+            if one.snapshot:
+                seq = self._db.execute(_INSERT, one.rows[0]).lastrowid
+                self._db.execute(_MARK, (one.stream, seq))
+            self._db.executemany(_INSERT, one.rows[1:] if one.snapshot else one.rows)
+        self._db.execute("COMMIT")
 
-        Args:
-            stream: which.
-            kinds: the tagged Struct type, or union of them.
+    def _settle(self, one: _Waiting, failure: StorageFailed | None) -> None:
+        def told() -> None:
+            self._in_flight[one.stream] -= 1
+            if one.done.cancelled():
+                return
+            if failure is None:
+                one.done.set_result(None)
+            else:
+                one.done.set_exception(StorageFailed(failure.message, failure.hint))
+
+        one.loop.call_soon_threadsafe(told)
+
+    # --- reading
+
+    async def _ask(self, question: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self._thread.submit(question))
+
+    async def read(self, stream: str, kinds: Any) -> list[Any]:
+        """See `Store.read`.
+
+        Raises:
+            IntegrityError: an entry is not what was written.
         """
-        rows = self._thread.submit(
-            lambda: self._db.execute("SELECT body FROM entries WHERE stream = ? ORDER BY seq", (stream,)).fetchall()
-        ).result()
+        self._basis[stream] += 1
+
+        def question() -> list[tuple[str]]:
+            return self._db.execute(
+                "SELECT body FROM entries WHERE stream = ? AND seq >= "
+                "coalesce((SELECT seq FROM snapshots WHERE stream = ?), 0) ORDER BY seq",
+                (stream, stream),
+            ).fetchall()
+
+        rows = await self._ask(question)
         decoder = msgspec.json.Decoder(kinds)
         try:
             return [decoder.decode(body) for (body,) in rows]
         except msgspec.MsgspecError as error:
             raise IntegrityError(f"{self.path}: an entry of {stream} cannot be read: {error}") from None
 
-    def streams(self, prefix: str) -> list[str]:
-        """The streams whose name begins with a prefix, oldest first."""
-        rows = self._thread.submit(
-            lambda: self._db.execute(
-                "SELECT stream FROM entries WHERE substr(stream, 1, ?) = ? GROUP BY stream ORDER BY min(seq)",
-                (len(prefix), prefix),
-            ).fetchall()
-        ).result()
-        return [stream for (stream,) in rows]
+    async def streams(self, prefix: str) -> list[str]:
+        """See `Store.streams`."""
 
-    def last_written(self) -> tuple[float, str | None]:
-        """Clock and boot of the latest entry; (0, None) when there is none."""
-        row = self._thread.submit(
+        def question() -> list[tuple[str]]:
+            return self._db.execute(
+                "SELECT stream FROM entries WHERE stream >= ? AND stream < ? GROUP BY stream ORDER BY min(seq)",
+                (prefix, prefix + chr(0x10FFFF)),
+            ).fetchall()
+
+        return [stream for (stream,) in await self._ask(question)]
+
+    async def last_written(self) -> tuple[float, str | None]:
+        """See `Store.last_written`."""
+        row = await self._ask(
             lambda: self._db.execute("SELECT at, boot FROM entries ORDER BY seq DESC LIMIT 1").fetchone()
-        ).result()
+        )
         return (0.0, None) if row is None else (row[0], row[1])
 
-    def close(self) -> None:
-        """Finish what is queued and close."""
-        self._thread.submit(self._db.close).result()
+    async def close(self) -> None:
+        """See `Store.close`."""
+        await self._ask(self._db.close)
         self._thread.shutdown()

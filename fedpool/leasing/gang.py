@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from fedpool.errors import IbshellError, NotFound, Recovering, Refused, Unreachable
+from fedpool.errors import IbshellError, NotFound, Recovering, Refused, StorageFailed, Unreachable
 from fedpool.leasing import lease as life
 from fedpool.leasing.grants import GUARD_FRACTION, GUARD_S
 from fedpool.leasing.requests import Abort, Commit, Hold, LeaseEvent, Notify, Release, Resize, Transfer
@@ -26,6 +26,8 @@ from fedpool.step import Decision
 
 HOLD_TTL_S = 15.0
 RETRY_S = 0.5
+# What a site says when it may say something else in a moment: it is asked again.
+PASSING = (Unreachable, Recovering, StorageFailed)
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -384,13 +386,13 @@ class Gang:
             case Hold() if self.placing and asked.attempt == lease.attempt:
                 # A site that did not answer may have the hold all the same: it is given up too.
                 return self._give_up(error, event.site if not isinstance(error, Unreachable) else "", now)
-            case Commit() if isinstance(error, Unreachable | Recovering) and lease.state == "held":
+            case Commit() if isinstance(error, PASSING) and lease.state == "held":
                 return Decision(effects=(self._ask(event.site, asked, RETRY_S),))
             case Commit() if lease.state == "held" and part is not None:
                 return self._part_over(event.site, f"failed: {error.message}", now)
             case Release() if isinstance(error, NotFound) and part is not None and part.is_live:
                 return self._part_over(event.site, lease.reason, now)
-            case Release() | Transfer() | Notify() | Resize() if isinstance(error, Unreachable):
+            case Release() | Transfer() | Notify() | Resize() if isinstance(error, PASSING):
                 wanted = lease.state == "ending" if isinstance(asked, Release) else lease.state == "active"
                 return Decision(effects=(self._ask(event.site, asked, RETRY_S),) if wanted else ())
             case _:

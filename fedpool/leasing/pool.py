@@ -84,16 +84,17 @@ class Pool:
 
     Args:
         sites: their names.
+        capacity: what they said to a machine before this one, or None.
 
     Attributes:
         gangs: {lease: its machine}.
         capacity: what the sites last said.
     """
 
-    def __init__(self, sites: Iterable[str]) -> None:
+    def __init__(self, sites: Iterable[str], capacity: Capacity | None = None) -> None:
         self.term = 0
         self.gangs: dict[str, Gang] = {}
-        self.capacity = Capacity()
+        self.capacity = capacity or Capacity()
         self.tenants = Tenants()
         self.running: dict[str, Lease] = {}
         self.queue = Queue(self.capacity, self.tenants, self.running)
@@ -359,6 +360,26 @@ class Pool:
                 decision = gang.step(event, now)
                 decisions.append(Decision(decision.entries, decision.replies, decision.effects))
         return decisions
+
+    def take_over(self, failed: Pool, now: float) -> list[Ask]:
+        """Go on from the entries alone where a machine had decided more than could be written.
+
+        Args:
+            failed: the machine; what it asked sites for is not repeated under the same attempt.
+            now: the clock.
+        """
+        self.term = failed.term
+        asks: list[Ask] = []
+        for lease_id, gang in self.gangs.items():
+            gang.term = self.term
+            known = failed.gangs.get(lease_id)
+            if known is not None and known.lease.attempt > gang.lease.attempt:
+                gang.lease = msgspec.structs.replace(gang.lease, attempt=known.lease.attempt)
+            if gang.lease.state in life.LIVE:
+                asks += gang.step(Interrupted(), now).effects
+        self.capacity.settle_all()
+        self.queue.mark()
+        return asks
 
     # --- why
 

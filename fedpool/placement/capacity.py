@@ -190,6 +190,12 @@ class Capacity:
         """The site has spoken about them, or they are no longer wanted; returns whether there were any."""
         return self._pending.pop((lease, site), None) is not None
 
+    def settle_all(self) -> None:
+        """Nothing is wanted any more of all that sites were to be asked for."""
+        self._pending.clear()
+        for name in self.names:
+            self.refresh(name)
+
     def columns(self, shape: Shape) -> list[int]:
         """The columns of the kinds that will do."""
         if shape.kinds:

@@ -1,0 +1,103 @@
+"""What agents ask of the machine they run on. The real parts stand in `agent`; the simulation in `tests` has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+import msgspec
+
+from agent.config import SiteEntry
+from fedpool.transport.stream import Stream
+
+
+class Clock(Protocol):
+    """See `agent.clock`, the real one."""
+
+    def now(self) -> float:
+        """Seconds since boot, suspended time included."""
+        ...
+
+    def boot(self) -> str:
+        """An id of this boot."""
+        ...
+
+    def wall(self, later_s: float = 0.0) -> str:
+        """The time of day, or so many seconds later: ISO 8601, UTC, whole seconds."""
+        ...
+
+
+class Store(Protocol):
+    """Durable entries in streams; a stream is the history of one thing and its state is the fold of it.
+
+    `append` takes what it is given in the order of the calls, so a caller may decide the next thing on top of what is not yet
+    durable. After a failure the stream therefore takes nothing more until it has been read again: what was decided meanwhile
+    rested on what was never written.
+    """
+
+    async def append(self, stream: str, entries: Sequence[msgspec.Struct], *, snapshot: bool = False) -> None:
+        """Write entries, all or none; when it returns they and everything appended to the stream before are durable.
+
+        Args:
+            stream: which.
+            entries: tagged Structs; with none it waits for those before.
+            snapshot: the first of them holds the whole state: `read` begins with it from now on.
+
+        Raises:
+            StorageFailed: nothing was written.
+        """
+        ...
+
+    async def read(self, stream: str, kinds: Any) -> list[Any]:
+        """Every entry of a stream from its latest snapshot on, in order.
+
+        Args:
+            stream: which.
+            kinds: the tagged Struct type, or union of them.
+        """
+        ...
+
+    async def streams(self, prefix: str) -> list[str]:
+        """The streams whose name begins with a prefix, oldest first."""
+        ...
+
+    async def last_written(self) -> tuple[float, str | None]:
+        """Clock and boot of the latest entry; (0, None) when there is none."""
+        ...
+
+    async def close(self) -> None:
+        """Finish what is queued and close."""
+        ...
+
+
+class Launcher(Protocol):
+    """Ends the processes of leases; see `agent.launchers.local`, the real one."""
+
+    async def marks(self, site: str) -> list[str]:
+        """The marks of all processes that run under leases of a site."""
+        ...
+
+    async def warn(self, mark: str) -> None:
+        """Tell every process that bears a mark that its lease is about to end or to shrink."""
+        ...
+
+    async def end(self, mark: str) -> None:
+        """Kill every process that bears a mark and return when none is left.
+
+        Raises:
+            TimedOut: one does not die; the devices must stay occupied.
+        """
+        ...
+
+
+class Dialler(Protocol):
+    """Reaches sites; see `agent.links.SshDialler`, the real one."""
+
+    def connect(self, entry: SiteEntry, subsystem: str) -> AbstractAsyncContextManager[tuple[Stream, dict[str, str]]]:
+        """A channel to a site's subsystem and what its link agreed on; the connection ends with the context.
+
+        Raises:
+            IbshellError: why it cannot be reached.
+        """
+        ...
