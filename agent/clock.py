@@ -15,6 +15,11 @@ def boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def unix() -> float:
+    """The time of day in seconds since 1970."""
+    return time.time()
+
+
 def wall(later_s: float = 0.0) -> str:
     """The time of day, or so many seconds later, in ISO 8601, UTC, whole seconds."""
     return (datetime.now(UTC) + timedelta(seconds=later_s)).replace(microsecond=0).isoformat().replace("+00:00", "Z")

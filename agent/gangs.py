@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -38,10 +39,20 @@ from fedpool.leasing.gang import (
     Unconfirmed,
     surely_over,
 )
-from fedpool.leasing.pool import ForLease, PlanWanted, Pool, PoolDecision, PoolEntry, PoolEvent, Submitted
+from fedpool.leasing.pool import (
+    ForLease,
+    PlanWanted,
+    Pool,
+    PoolDecision,
+    PoolEntry,
+    PoolEvent,
+    PoolRestarted,
+    Submitted,
+)
 from fedpool.leasing.requests import Hold, Renew
 from fedpool.names import require_id
 from fedpool.records import Demand, Lease, Part, Shape, SiteLease
+from fedpool.step import Decision
 from fedpool.wire.messages import LeaseView, LeaseWanted
 
 log = logging.getLogger(__name__)
@@ -53,6 +64,8 @@ ACTIVATION_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
 SILENT_CHECK_S = 5.0
 REREAD_S = 1.0
+SNAPSHOT_EVERY = 20_000  # entries
+SHORTEST_S = 0.001  # to sleep: the loop and the clock may differ a little
 WAITS = ("requested", "queued")
 
 
@@ -95,6 +108,7 @@ class Gangs:
         self._tasks: asyncio.TaskGroup | None = None
         self._plan_due = asyncio.Event()
         self._plan_at: float | None = None
+        self._since_snapshot = 0
 
     @property
     def term(self) -> int:
@@ -104,12 +118,16 @@ class Gangs:
     async def recover(self, tasks: asyncio.TaskGroup) -> None:
         """Read the decisions back, begin a new term, and carry on what was decided."""
         self._tasks = tasks
+        clock = self.clock
         terms = await self._store.read(TERM_STREAM, TermBegan)
         for entry in await self._store.read(STREAM, PoolEntry):
             self.machine.apply(entry)
+        at, boot = await self._store.last_written()
+        if boot is not None and boot != clock.boot():
+            await self._commit(Decision([PoolRestarted(clock.now() - at)]))
         self.machine.term = 1 + max((entry.term for entry in terms), default=0)
         await self._store.append(TERM_STREAM, [TermBegan(self.term)])
-        for decision in self.machine.interrupted(self.clock.now()):
+        for decision in self.machine.interrupted(clock.now()):
             await self._commit(decision)
         tasks.create_task(self._keep_planning())
         tasks.create_task(self._watch_silent())
@@ -259,7 +277,7 @@ class Gangs:
         try:
             return await self._wait(lease_id, lambda found: found.state != state, wait_s)
         except TimedOut:
-            return self._require(lease_id)
+            return await self._told(lease_id)
 
     # --- changing one
 
@@ -297,7 +315,7 @@ class Gangs:
                 "ask again when they answer: a renewal may be repeated",
             )
         await self._step(ForLease(lease.id, Renewed(duration_s, sent)))
-        return self.machine.gangs[lease.id].lease
+        return await self._told(lease.id)
 
     async def _renew_part(self, lease: Lease, part: Part, duration_s: float) -> IbshellError | None:
         try:
@@ -321,7 +339,7 @@ class Gangs:
         """End somebody's lease, at once or after a grace in which its jobs are told."""
         if grace_s > 0 and lease.state == "active":
             await self._step(ForLease(lease.id, NoticeAsked(reason, grace_s)))
-            return self.machine.gangs[lease.id].lease
+            return await self._told(lease.id)
         return await self.end(lease, f"revoked: {reason}")
 
     async def resize(self, lease: Lease, gpus: int) -> Lease:
@@ -348,7 +366,7 @@ class Gangs:
         if tenant:
             self.machine.tenants.require(tenant)
         await self._step(ForLease(lease.id, Offered(tenant)))
-        return self.machine.gangs[lease.id].lease
+        return await self._told(lease.id)
 
     async def accept(self, lease: Lease, tenant: str) -> Lease:
         """Take a lease that was offered.
@@ -403,8 +421,13 @@ class Gangs:
         """
         await self._step(event)
 
+    async def _settle(self) -> None:
+        """Wait while the decisions are read again."""
+        while not self._settled.is_set():
+            await self._settled.wait()
+
     async def _step(self, event: PoolEvent) -> None:
-        await self._settled.wait()
+        await self._settle()
         await self._commit(self.machine.step(event, self.clock.now()), event)
 
     async def _commit(self, decision: PoolDecision, event: PoolEvent | None = None) -> None:
@@ -424,6 +447,10 @@ class Gangs:
         except StorageFailed:
             await self._read_again(machine)
             raise
+        self._since_snapshot += len(decision.entries)
+        if self._since_snapshot >= SNAPSHOT_EVERY and machine is self.machine:
+            self._since_snapshot = 0
+            self._begin(self._snapshot())
         for lease in states:
             self._changed(lease)
         for effect in decision.effects:
@@ -435,6 +462,16 @@ class Gangs:
         for lease_id in moved:
             for watcher in self._watched.get(lease_id, ()):
                 watcher.set()
+
+    async def _snapshot(self) -> None:
+        """Let the next start begin here."""
+        await self._settle()
+        machine = self.machine
+        try:
+            await self._store.append(STREAM, [machine.state()], snapshot=True)
+        except StorageFailed as error:
+            log.error("no snapshot was written: %s", error)
+            await self._read_again(machine)
 
     async def _read_again(self, failed: Pool) -> None:
         """What was decided last was not written: go back to what was, and carry that on."""
@@ -458,15 +495,28 @@ class Gangs:
             self._settled.set()
         for ask in asks:
             self._ask(ask)
+        self._begin(self._ask_all())
         for watchers in self._watched.values():
             for watcher in watchers:
                 watcher.set()
         self._plan_due.set()
 
+    async def _ask_all(self) -> None:
+        """What sites said meanwhile was not written either: they say it again."""
+        await asyncio.sleep(REREAD_S)
+        for link in self._links.values():
+            if link.is_up:
+                try:
+                    await link.describe()
+                except (
+                    IbshellError
+                ) as error:  # silent: it describes itself when it is back; unwritten: all are asked again
+                    log.info("%s: %s", link.name, error)
+
     async def _keep_planning(self) -> None:
         """Plan whenever something changed, and when time alone may change something."""
         while True:
-            wait = None if self._plan_at is None else max(0.0, self._plan_at - self.clock.now())
+            wait = None if self._plan_at is None else max(SHORTEST_S, self._plan_at - self.clock.now())
             try:
                 await asyncio.wait_for(self._plan_due.wait(), wait)
             except TimeoutError:
@@ -496,8 +546,14 @@ class Gangs:
                         log.error("lease %s: %s", lease.id, error)
 
     def _ask(self, ask: Ask) -> None:
+        self._begin(self._carry_out(ask))
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
-        self._tasks.create_task(self._carry_out(ask))
+        try:
+            self._tasks.create_task(coroutine)
+        except RuntimeError:  # the hub is ending; its next run carries on
+            coroutine.close()
 
     async def _carry_out(self, ask: Ask) -> None:
         if ask.after_s:
@@ -525,23 +581,35 @@ class Gangs:
         with self._watching(lease_id) as moved:
             try:
                 async with asyncio.timeout(timeout_s):
-                    while not done(lease := self._require(lease_id)):
-                        moved.clear()
+                    while True:
+                        lease = await self._told(lease_id)
+                        if done(lease):
+                            return lease
                         await moved.wait()
+                        moved.clear()
             except TimeoutError:
-                lease = self._require(lease_id)
+                lease = await self._told(lease_id)
                 waiting = [part.site for part in lease.parts if part.is_live]
                 raise TimedOut(
                     f"lease {lease_id} is still {lease.state} after {timeout_s:.0f} s; waiting for {', '.join(waiting)}",
                     f"look again later: ibshell lease show {lease_id}",
                 ) from None
-            await self.durable()
-        return lease
 
     async def durable(self) -> None:
-        """Wait until everything decided so far is durable: before it, nobody is told."""
-        await self._settled.wait()
+        """Wait until everything decided so far is durable: before it, nobody is told.
+
+        Raises:
+            StorageFailed: it will not be, and what was decided is taken back.
+        """
+        await self._settle()
         await self._store.append(STREAM, ())
+
+    async def _told(self, lease_id: str) -> Lease:
+        """A lease as somebody may be told of it."""
+        await self._settle()
+        lease = self._require(lease_id)
+        await self._store.append(STREAM, ())
+        return lease
 
     def _require(self, lease_id: str) -> Lease:
         lease = self.get(lease_id)

@@ -169,6 +169,7 @@ class Hub:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Read everything back and begin to reach the sites."""
         self._tasks = tasks
+        tasks.create_task(self._store.lost())
         await self.gangs.recover(tasks)
         await self.runs.recover(tasks)
         for link in self.links.values():

@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakValueDictionary
 
 from agent.ports import Clock, Launcher, Store
 from fedpool.errors import IbshellError, StorageFailed
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 
 STREAM = "leases"
 RETRY_S = 1.0
+SNAPSHOT_EVERY = 20_000  # entries
+SHORTEST_S = 0.001  # to sleep: the loop and the clock may differ a little
 
 
 class SiteLeases:
@@ -57,8 +62,10 @@ class SiteLeases:
         self._settled = asyncio.Event()  # clear while the entries are read again
         self._settled.set()
         self._wake = asyncio.Event()
+        self._since_snapshot = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: set[EndProcesses | WarnProcesses] = set()
+        self._binding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def recover(self) -> None:
         """Read the entries back, end what a dead run of this agent left behind, then open for grants."""
@@ -66,7 +73,7 @@ class SiteLeases:
             self.machine.apply(entry)
         at, boot = await self._store.last_written()
         clock = self._clock
-        await self._commit(Decision([self.machine.restarted(clock.now(), at, clock.boot(), boot)]))
+        await self._commit(Decision([self.machine.restarted(clock.now(), clock.unix(), at, clock.boot(), boot)]))
         # A program does not outlive its agent: what is left of one belongs to a lease whose task must be started anew, or to
         # one that this agent's disk has lost.
         for mark in await self._launcher.marks(self.machine.site):
@@ -83,7 +90,7 @@ class SiteLeases:
             self._wake.clear()
             try:
                 await asyncio.wait_for(
-                    self._wake.wait(), None if wake_at is None else max(0.0, wake_at - self._clock.now())
+                    self._wake.wait(), None if wake_at is None else max(SHORTEST_S, wake_at - self._clock.now())
                 )
             except TimeoutError:
                 continue
@@ -114,13 +121,30 @@ class SiteLeases:
         """
         await self._step(event)
 
+    @asynccontextmanager
+    async def binding(self, lease_id: str, token: int) -> AsyncIterator[SiteLease]:
+        """Start something under an active lease: until it stands, the lease's processes are not called gone.
+
+        Raises:
+            NotFound, Refused, StaleToken: nothing may be started under it.
+        """
+        lock = self._binding.setdefault(lease_id, asyncio.Lock())
+        async with lock:
+            await self.durable()
+            yield self.machine.require(lease_id, token)
+
     async def durable(self) -> None:
         """Wait until everything decided so far is durable: before it, nobody is told."""
-        await self._settled.wait()
+        await self._settle()
         await self._store.append(STREAM, ())
 
+    async def _settle(self) -> None:
+        """Wait while the entries are read again."""
+        while not self._settled.is_set():
+            await self._settled.wait()
+
     async def _step(self, event: GrantEvent) -> GrantDecision:
-        await self._settled.wait()
+        await self._settle()
         decision = self.machine.step(event, self._clock.now())
         await self._commit(decision)
         return decision
@@ -135,6 +159,10 @@ class SiteLeases:
         except StorageFailed:
             await self._read_again(machine)
             raise
+        self._since_snapshot += len(decision.entries)
+        if self._since_snapshot >= SNAPSHOT_EVERY and machine is self.machine:
+            self._since_snapshot = 0
+            self._begin(self._snapshot())
         for entry in decision.entries:
             if isinstance(entry, LeaseChanged):
                 self._changed(entry.lease)
@@ -167,9 +195,22 @@ class SiteLeases:
             if effect in self._under_way:
                 continue
             self._under_way.add(effect)
-            task = asyncio.get_running_loop().create_task(self._carry_out(effect))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._carry_out(effect))
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _snapshot(self) -> None:
+        """Let the next start begin here."""
+        await self._settle()
+        machine = self.machine
+        try:
+            await self._store.append(STREAM, [machine.state()], snapshot=True)
+        except StorageFailed as error:
+            log.error("no snapshot was written: %s", error)
+            await self._read_again(machine)
 
     async def _carry_out(self, effect: EndProcesses | WarnProcesses) -> None:
         try:
@@ -185,7 +226,9 @@ class SiteLeases:
         """Kill, confirm, free; a process that does not die keeps its devices occupied."""
         while True:
             try:
-                await self._launcher.end(mark)
+                lock = self._binding.setdefault(effect.lease, asyncio.Lock())
+                async with lock:  # what is being started under it is there to be ended
+                    await self._launcher.end(mark)
                 await self.step(ProcessesGone(effect.lease, effect.devices))
                 return
             except IbshellError as error:

@@ -27,6 +27,8 @@ from fedpool.wire.session import Notice
 
 log = logging.getLogger(__name__)
 
+DESCRIBE = "site.describe"
+
 
 class SshDialler:
     """Reaches sites over SSH: their agent itself, or a stock sshd that starts a bridge to it.
@@ -187,7 +189,7 @@ class SiteLink:
                 raise PeerProtocolError(
                     f"{self.name} introduces itself as {hello.role} {hello.name}", "check its configuration"
                 )
-            description = await peer.call("site.describe", Nothing(), SiteDescription)
+            description = await peer.call(DESCRIBE, Nothing(), SiteDescription)
             if description.identity != self.key:
                 peer.close()
                 raise NotAuthorised(f"{self.name} has another identity key than the hub's configuration names")
@@ -232,9 +234,21 @@ class SiteLink:
         peer = self._peer
         if peer is None:
             raise Unreachable(f"{self.name} cannot be reached: {self.error.message}", self.error.hint)
-        answer = await peer.call(method, body, expect, timeout_s)
+        try:
+            answer = await peer.call(method, body, expect, timeout_s)
+        except Unreachable as error:
+            raise type(error)(f"{self.name}: {error.message}", error.hint) from None
         self.seen = self._clock.wall()
         return answer
+
+    async def describe(self) -> None:
+        """Have the site describe itself again.
+
+        Raises:
+            Unreachable: it is down; it does so when it is back.
+        """
+        self.description = await self.call(DESCRIBE, Nothing(), SiteDescription)
+        await self._up(self)
 
     def cordoned(self, cordons: dict[str, str]) -> None:
         """The site now grants nothing new on these."""

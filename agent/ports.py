@@ -23,6 +23,10 @@ class Clock(Protocol):
         """An id of this boot."""
         ...
 
+    def unix(self) -> float:
+        """The time of day in seconds since 1970."""
+        ...
+
     def wall(self, later_s: float = 0.0) -> str:
         """The time of day, or so many seconds later: ISO 8601, UTC, whole seconds."""
         ...
@@ -64,6 +68,14 @@ class Store(Protocol):
 
     async def last_written(self) -> tuple[float, str | None]:
         """Clock and boot of the latest entry; (0, None) when there is none."""
+        ...
+
+    async def lost(self) -> None:
+        """Wait until nothing can be written any more: the disk broke, or another agent has taken over.
+
+        Raises:
+            StorageFailed: that has happened; the agent must end.
+        """
         ...
 
     async def close(self) -> None:

@@ -95,7 +95,7 @@ class SiteAgent:
         self._clock = clock
         self._chance = random.SystemRandom()  # spreads attempts to dial
         self._inventory = probe.snapshot()
-        self._leases = SiteLeases(
+        self.leases = SiteLeases(
             config.name, self._inventory, config.policy, store, self._lease_changed, clock, launcher
         )
         peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
@@ -108,7 +108,6 @@ class SiteAgent:
             self._task,
         )
         self._tasks: dict[str, Task] = {}
-        self._starting = asyncio.Lock()
         self._hubs: dict[Peer, None] = {}
         self._bulk: BulkChannel | None = None
         self._bulk_up = asyncio.Event()
@@ -139,9 +138,10 @@ class SiteAgent:
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Read everything back, end what a dead run of this agent left, and let time pass."""
+        tasks.create_task(self._store.lost())
         await self._rounds.recover()
-        await self._leases.recover()
-        tasks.create_task(self._leases.run())
+        await self.leases.recover()
+        tasks.create_task(self.leases.run())
 
     async def _dial_out(self, subsystem: str) -> None:
         attempt = 0
@@ -237,18 +237,18 @@ class SiteAgent:
         body, method = request.body, request.method
         match method:
             case "site.describe":
-                await self._leases.durable()
+                await self.leases.durable()
                 return self._describe()
             case "site.cordon":
-                await self._leases.cordon(from_body(body, Cordon, method))
-                return CordonState(self.config.name, self._leases.machine.cordons)
+                await self.leases.cordon(from_body(body, Cordon, method))
+                return CordonState(self.config.name, self.leases.machine.cordons)
             case "site.uncordon":
-                await self._leases.cordon(from_body(body, Uncordon, method))
-                return CordonState(self.config.name, self._leases.machine.cordons)
+                await self.leases.cordon(from_body(body, Uncordon, method))
+                return CordonState(self.config.name, self.leases.machine.cordons)
             case _ if method in _LEASE_METHODS:
                 event = from_body(body, _LEASE_METHODS[method], method)
                 require_id(event.lease, "lease")
-                return await self._leases.step(event)
+                return await self.leases.step(event)
             case "task.start":
                 return await self._start_task(from_body(body, TaskWanted, method))
             case "task.stop":
@@ -264,7 +264,7 @@ class SiteAgent:
                 raise UsageError(f"a site does not know the method {method!r}", "is the hub of a newer release?")
 
     def _describe(self) -> SiteDescription:
-        machine = self._leases.machine
+        machine = self.leases.machine
         return SiteDescription(
             name=self.config.name,
             identity=self.identity.public,
@@ -280,8 +280,7 @@ class SiteAgent:
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:
         require_id(wanted.run, "run")
-        async with self._starting:
-            self._leases.machine.require(wanted.lease, wanted.token)
+        async with self.leases.binding(wanted.lease, wanted.token):
             current = self._tasks.get(wanted.run)
             if current is not None and not current.failure:
                 return Nothing()

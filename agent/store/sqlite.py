@@ -80,6 +80,7 @@ class SqliteStore:
         self._basis: Counter[str] = Counter()  # how often each stream has been read
         self._failed: set[tuple[str, int]] = set()  # (stream, basis) on which nothing can be built any more
         self._broken = ""
+        self._lost = asyncio.Event()
         # One thread owns the connection: appends queue there and never hold up the event loop.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._thread.submit(self._open).result()
@@ -195,6 +196,8 @@ class SqliteStore:
 
     def _settle(self, one: _Waiting, failure: StorageFailed | None) -> None:
         def told() -> None:
+            if self._broken:
+                self._lost.set()
             self._in_flight[one.stream] -= 1
             if one.done.cancelled():
                 return
@@ -249,6 +252,11 @@ class SqliteStore:
             lambda: self._db.execute("SELECT at, boot FROM entries ORDER BY seq DESC LIMIT 1").fetchone()
         )
         return (0.0, None) if row is None else (row[0], row[1])
+
+    async def lost(self) -> None:
+        """See `Store.lost`."""
+        await self._lost.wait()
+        raise self._refusal("")
 
     async def close(self) -> None:
         """See `Store.close`."""

@@ -148,19 +148,21 @@ class Gang:
         term: the hub's.
 
     Attributes:
+        lease: with what sites have said of it so far.
+        recorded: as it was recorded last.
         placing: whether sites are being asked for holds now.
         failure: why it could not be placed the last time, or None.
     """
 
     def __init__(self, lease: Lease, term: int) -> None:
-        self.lease = lease
+        self.lease = self.recorded = lease
         self.term = term
         self.placing = False
         self.failure: IbshellError | None = None
 
     def apply(self, entry: LeaseRecorded) -> None:
         """Fold one durable entry into the state."""
-        self.lease = entry.lease
+        self.lease = self.recorded = entry.lease
         if entry.lease.state not in ("requested", "queued"):
             self.placing = False
 

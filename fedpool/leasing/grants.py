@@ -3,7 +3,7 @@
 State is the fold of the entries. A request is checked against that state alone, so a crash at any point leaves either
 nothing or the whole grant. Every grant takes a new epoch, which is the fencing token of its devices: epochs only grow, are
 durable before the answer, and jump at every restart, so that a token issued by a run whose last entries were lost with a
-restored backup is never issued again.
+restored backup is never issued again: to where the time of day alone would put them, if that is further.
 
 Time is CLOCK_BOOTTIME in seconds, passed in. Only durations come from outside. The site counts from when it answers, plus a
 guard, the holder from when it asked: the holder stops first (site/leases.md has the reasoning).
@@ -44,6 +44,8 @@ HOLD_TTL_MAX_S = 60.0
 GUARD_S = 5.0
 GUARD_FRACTION = 0.01
 EPOCH_JUMP = 1000
+EPOCHS_A_SECOND = 1000  # more grants than a site makes
+AGAIN_S = 1.0
 # A lease that is over is remembered so long, for requests that are repeated and hubs that were away.
 REMEMBER_S = 3600.0
 
@@ -220,17 +222,19 @@ class SiteGrants:
                 taken[device.uuid] = WHOLE_MILLI
         return taken
 
-    def restarted(self, now: float, last_at: float, boot: str, last_boot: str | None) -> Restarted:
+    def restarted(self, now: float, unix: float, last_at: float, boot: str, last_boot: str | None) -> Restarted:
         """The first entry of a new run of the agent.
 
         Args:
             now: the clock.
+            unix: the time of day in seconds since 1970. Nothing expires by it; a clock that is wrong costs nothing unless entries
+                were lost too.
             last_at: the clock when the last entry was written, 0 when there is none.
             boot: this boot's id.
             last_boot: the boot in which the last entry was written, or None.
         """
         shift = now - last_at if last_boot is not None and last_boot != boot else 0.0
-        return Restarted(self.epoch + EPOCH_JUMP, shift, boot)
+        return Restarted(max(self.epoch + EPOCH_JUMP, int(unix * EPOCHS_A_SECOND)), shift, boot)
 
     def require(self, lease_id: str, token: int | None = None) -> SiteLease:
         """An active lease, for whoever wants to use its devices.
@@ -354,15 +358,25 @@ class SiteGrants:
         )
         return self._change(lease, term=event.term, epoch=epoch)
 
-    def _choose(self, lease_id: str, shape: Shape, count: int, own: tuple[Grant, ...] = ()) -> list[Device]:
+    def _choose(
+        self,
+        lease_id: str,
+        shape: Shape,
+        count: int,
+        replaced: tuple[Grant, ...] = (),
+        kept: tuple[Grant, ...] = (),
+    ) -> list[Device]:
+        """Devices for a lease, beside those it keeps: a fraction is of one card, so no card twice."""
         if "" in self.cordons:
             raise Refused(f"{self.site} grants nothing now: {self.cordons['']}", f"ibshell site resume {self.site}")
         for uuid in shape.devices:
             if uuid not in self._by_uuid:
                 raise NotFound(f"{self.site} has no device {uuid}", "ibshell gpu list shows them")
         used = dict(self.taken())
-        for grant in own:  # they become free with the same entry
+        for grant in replaced:  # they become free with the same entry
             used[grant.uuid] -= grant.milli
+        for grant in kept:
+            used[grant.uuid] = WHOLE_MILLI
         candidates = policies.usable(self.devices, used, shape, self._avoided(shape))
         chosen = policies.choose(candidates, used, shape, count)
         if chosen is None:
@@ -430,7 +444,7 @@ class SiteGrants:
             return self._change(moved, warning, term=event.term)
         if lease.notice or lease.next_tenant:
             raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice or 'it changes hands'}")
-        more = self._choose(lease.id, lease.shape, event.gpus - len(staying))
+        more = self._choose(lease.id, lease.shape, event.gpus - len(staying), kept=lease.grants)
         epoch = self.epoch + 1
         grants = (*lease.grants, *(Grant(device.uuid, epoch, lease.shape.milli) for device in more))
         return self._change(self._moved(lease, "resize", grants=grants), term=event.term, epoch=epoch)
@@ -494,12 +508,11 @@ class SiteGrants:
         due: list[tuple[float, str]] = []
         while self._due and self._due[0][0] <= now:
             due.append(heapq.heappop(self._due))
-        wake_at = self._wake()
         for lease_id in dict.fromkeys(lease_id for _, lease_id in due):
             lease = self.leases.get(lease_id)
             if lease is None or not any(time <= now for time in _times(lease)):
                 continue
-            heapq.heappush(self._due, (now, lease_id))  # until the entry stands; then it is dropped at the next look
+            heapq.heappush(self._due, (now + AGAIN_S, lease_id))  # looked at again, should it not have moved on by then
             if lease.state in life.FINAL:
                 forgotten.append(lease.id)
             elif lease.state == "held":
@@ -514,7 +527,7 @@ class SiteGrants:
                 effects.append(EndProcesses(lease.id, lease.leaving))
         if forgotten:
             entries.append(LeasesForgotten(tuple(forgotten)))
-        return Decision(entries=entries, effects=effects, wake_at=wake_at)
+        return Decision(entries=entries, effects=effects, wake_at=self._wake())
 
     def _wake(self) -> float | None:
         return self._due[0][0] if self._due else None

@@ -16,6 +16,8 @@ from fedpool.errors import Insufficient, NotFound, Refused, Unreachable, UsageEr
 from fedpool.leasing import lease as life
 from fedpool.leasing.demand import nearest, require_known, require_sound
 from fedpool.leasing.gang import (
+    PASSING,
+    Accepted,
     Ask,
     EndAsked,
     Gang,
@@ -23,6 +25,7 @@ from fedpool.leasing.gang import (
     Interrupted,
     LeaseRecorded,
     NoticeAsked,
+    PartFailed,
     Placed,
     Reported,
     ResizeAsked,
@@ -30,7 +33,8 @@ from fedpool.leasing.gang import (
 )
 from fedpool.leasing.grants import LeasesForgotten
 from fedpool.leasing.queue import Plan, Queue
-from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants, require_quota
+from fedpool.leasing.requests import Resize
+from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants, Use, holders, in_words, require_quota
 from fedpool.names import NAME, RULE
 from fedpool.placement.capacity import Capacity
 from fedpool.records import Inventory, Lease, Part, Quota, SiteLease, Tenant
@@ -43,7 +47,22 @@ RETRY_S = 1.0
 REMEMBER_S = 7 * 86400.0
 REMEMBER_MAX = 10_000
 
-PoolEntry: TypeAlias = LeaseRecorded | LeasesForgotten | TenantRecorded | TenantRemoved
+
+class PoolState(msgspec.Struct, frozen=True, tag="pool.state"):
+    """Everything at once: a snapshot."""
+
+    leases: tuple[Lease, ...]
+    tenants: tuple[Tenant, ...]
+    uses: tuple[Use, ...]
+
+
+class PoolRestarted(msgspec.Struct, frozen=True, tag="pool.restarted"):
+    """The hub started after a reboot of its machine: its clock began anew, and all times shift with it."""
+
+    shift_s: float
+
+
+PoolEntry: TypeAlias = LeaseRecorded | LeasesForgotten | TenantRecorded | TenantRemoved | PoolState | PoolRestarted
 PoolDecision: TypeAlias = Decision[PoolEntry, Lease | Tenant, Ask]
 
 
@@ -99,6 +118,8 @@ class Pool:
         self.running: dict[str, Lease] = {}
         self.queue = Queue(self.capacity, self.tenants, self.running)
         self._placing: dict[str, tuple[Part, ...]] = {}
+        # What sites have been asked to add to a lease and have not answered: (lease, site) -> who gets it and how much.
+        self._growing: dict[tuple[str, str], tuple[str, Part]] = {}
         self._over: dict[str, float] = {}  # when they ended, the earliest first
         for name in sites:
             self.capacity.add(name)
@@ -117,6 +138,27 @@ class Pool:
             case TenantRecorded() | TenantRemoved():
                 self.tenants.apply(entry)
                 self.queue.mark()
+            case PoolState():
+                self._restore(entry)
+            case PoolRestarted():
+                self._restore(_shifted(self.state(), entry.shift_s))
+
+    def state(self) -> PoolState:
+        """A snapshot: folding it alone gives this state."""
+        leases = tuple(gang.recorded for gang in self.gangs.values())
+        return PoolState(leases, tuple(self.tenants.known.values()), self.tenants.uses())
+
+    def _restore(self, state: PoolState) -> None:
+        for name in list(self.queue.waiting):
+            self.queue.remove(name)
+        for kept in (self.gangs, self.running, self._over, self._placing, self._growing):
+            kept.clear()
+        self.tenants.held.clear()
+        self.tenants.known = {tenant.name: tenant for tenant in state.tenants}
+        for lease in state.leases:
+            self._put(LeaseRecorded(lease))
+        self.tenants.restore(state.uses)
+        self.queue.mark()
 
     def _put(self, entry: LeaseRecorded) -> None:
         lease = entry.lease
@@ -126,6 +168,8 @@ class Pool:
         gang.apply(entry)
         if lease.state in life.FINAL:
             self._over[lease.id] = lease.ended
+            for part in lease.parts:
+                self._settle_growth(lease.id, part.site)
         before = self.running.pop(lease.id, None)
         if before is not None:
             self.tenants.take(before, -1)
@@ -157,8 +201,12 @@ class Pool:
         for lease in self.running.values():
             for part in lease.parts:
                 if part.is_live:
-                    key = (lease.tenant, part.kind, part.site)
-                    held[key] = held.get(key, 0) + part.gpus
+                    for tenant in holders(lease):
+                        key = (tenant, part.kind, part.site)
+                        held[key] = held.get(key, 0) + part.gpus
+        for tenant, part in self._growing.values():
+            key = (tenant, part.kind, part.site)
+            held[key] = held.get(key, 0) + part.gpus
         for lease_id, parts in self._placing.items():
             for part in parts:
                 key = (self.gangs[lease_id].lease.tenant, part.kind, part.site)
@@ -248,7 +296,14 @@ class Pool:
         gang = self.gangs.get(lease_id)
         if gang is None:
             return Decision()
+        if isinstance(event, Accepted):
+            self.tenants.require_room(gang.lease.offered_to, (part for part in gang.lease.parts if part.is_live))
+        if isinstance(event, ResizeAsked):
+            self.tenants.require_room(gang.lease.tenant, _additions(gang.lease, event))
         decision = gang.step(event, now)
+        if isinstance(event, ResizeAsked):
+            self._grow(gang.lease, event)
+        self._grown(gang.lease, event)
         if not gang.placing or any(e.lease.state not in ("requested", "queued") for e in decision.entries):
             self._unplace(lease_id)
         wake_at = decision.wake_at
@@ -261,6 +316,35 @@ class Pool:
             self.queue.waiting[lease_id] = gang.lease  # looked at again with the next change, or in a moment
             wake_at = now + RETRY_S
         return Decision(decision.entries, decision.replies, decision.effects, wake_at)
+
+    def _grow(self, lease: Lease, event: ResizeAsked) -> None:
+        """Count what a lease is to get as held, until the site has answered."""
+        for part in _additions(lease, event):
+            self._settle_growth(lease.id, part.site)
+            self._growing[lease.id, part.site] = (lease.tenant, part)
+            self.tenants.count(lease.tenant, part, part.gpus)
+
+    def _grown(self, lease: Lease, event: GangEvent) -> None:
+        match event:
+            case Reported() if (lease.id, event.site) in self._growing:
+                part = next((part for part in lease.parts if part.site == event.site), None)
+                more, report = self._growing[lease.id, event.site][1].gpus, event.lease
+                has = (
+                    len(report.grants) - len(report.leaving)
+                    if report is not None and report.state == "active"
+                    else None
+                )
+                if part is None or has is None or has >= part.gpus + more:
+                    self._settle_growth(lease.id, event.site)
+            case PartFailed() if isinstance(event.asked, Resize) and not isinstance(event.error, PASSING):
+                self._settle_growth(lease.id, event.site)
+
+    def _settle_growth(self, lease_id: str, site: str) -> None:
+        tenant, part = self._growing.pop((lease_id, site), ("", None))
+        if part is not None:
+            self.tenants.count(tenant, part, -part.gpus)
+            if self.capacity.settle(lease_id, site):
+                self.capacity.refresh(site)
 
     def _unplace(self, lease_id: str) -> None:
         """It is no longer being placed: either its own record counts from now on, or it waits again."""
@@ -282,6 +366,8 @@ class Pool:
                 self._placing[lease_id] = event.parts
                 self.queue.remove(lease_id)
             decision = gang.step(event, now)
+            if isinstance(event, ResizeAsked):
+                self._grow(gang.lease, event)
             entries += decision.entries
             replies += decision.replies
             effects += decision.effects
@@ -390,9 +476,7 @@ class Pool:
             return f"it is to start in {format_duration(demand.not_before - now)}"
         for quota in self._full_quotas(lease):
             held = self.tenants.holds(lease.tenant, quota.kind, quota.site)
-            where = "all sites" if quota.site == ANY else quota.site
-            kind = "GPUs" if quota.kind == ANY else quota.kind
-            return f"tenant {lease.tenant} holds {held} of at most {quota.limit} {kind} at {where}; {demand.gpus} asked for"
+            return f"{in_words(lease.tenant, held, quota)}; {demand.gpus} asked for"
         columns = self.capacity.columns(demand.shape)
         rows = [self.capacity.row[name] for name in demand.site_names] or slice(None)
         free = max((int(self.capacity.available(demand.shape, c)[rows].sum()) for c in columns), default=0)
@@ -433,3 +517,33 @@ class Pool:
     def ahead(self, lease: Lease, now: float) -> int:
         """How many requests come before a waiting one."""
         return self.queue.position(lease.id, now)
+
+
+def _shifted(state: PoolState, shift_s: float) -> PoolState:
+    """A state whose times are those of another clock; 0 stands for never and stays."""
+
+    def shifted(at: float) -> float:
+        return at + shift_s if at else at
+
+    leases = tuple(
+        msgspec.structs.replace(
+            lease,
+            submitted=shifted(lease.submitted),
+            started=shifted(lease.started),
+            deadline=shifted(lease.deadline),
+            ended=shifted(lease.ended),
+            demand=msgspec.structs.replace(lease.demand, not_before=shifted(lease.demand.not_before)),
+        )
+        for lease in state.leases
+    )
+    uses = tuple(Use(use.tenant, use.device_s, use.at + shift_s) for use in state.uses)
+    return PoolState(leases, state.tenants, uses)
+
+
+def _additions(lease: Lease, event: ResizeAsked) -> list[Part]:
+    """What a lease is to get beyond what it has, by site."""
+    return [
+        Part(part.site, event.gpus[part.site] - part.gpus, kind=part.kind)
+        for part in lease.parts
+        if event.gpus.get(part.site, 0) > part.gpus
+    ]

@@ -67,9 +67,8 @@ def victims(
         for other in alive:
             if other.state == "ending" or other.notice or other.id in leaving:
                 _add(free, _counts(other, column, capacity))
-        if column in caps:
-            free = np.minimum(free, caps[column])
-        if spread(free, lease.demand, lease.demand.gpus, rows) is not None:
+        cap = caps.get(column)
+        if _fits(free, cap, lease, rows):
             return []  # it only has to wait for those who are leaving
         chosen: list[_Candidate] = []
         for candidate in sorted(_candidates(lease, column, capacity, tenants, alive, leaving), key=lambda c: c.order):
@@ -81,17 +80,25 @@ def victims(
                 chosen.remove(shrunk)
             _add(free, candidate.counts)
             chosen.append(candidate)
-            if spread(free, lease.demand, lease.demand.gpus, rows) is not None:
-                return [_victim(c, capacity) for c in _fewest(chosen, free, lease, rows)]
+            if _fits(free, cap, lease, rows):
+                return [_victim(c, capacity) for c in _fewest(chosen, free, cap, lease, rows)]
     return []
 
 
-def _fewest(chosen: list[_Candidate], free: Counts, lease: Lease, rows: list[int] | None) -> list[_Candidate]:
+def _fits(free: Counts, cap: Counts | None, lease: Lease, rows: list[int] | None) -> bool:
+    """Whether it could start with so much free, within its tenant's limits."""
+    within = free if cap is None else np.minimum(free, cap)
+    return spread(within, lease.demand, lease.demand.gpus, rows) is not None
+
+
+def _fewest(
+    chosen: list[_Candidate], free: Counts, cap: Counts | None, lease: Lease, rows: list[int] | None
+) -> list[_Candidate]:
     """Without those that turn out not to be needed."""
     needed = list(chosen)
     for candidate in chosen[:-1]:
         _add(free, candidate.counts, -1)
-        if spread(free, lease.demand, lease.demand.gpus, rows) is not None:
+        if _fits(free, cap, lease, rows):
             needed.remove(candidate)
         else:
             _add(free, candidate.counts)

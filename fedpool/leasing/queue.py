@@ -300,12 +300,11 @@ class Queue:
         column = self.capacity.column.get(parts[0].kind) if parts else None
         if missing <= 0 or column is None or column in wanted:
             return {}
-        cap = self._caps(lease).get(column)
         more: dict[str, int] = {}
         for part in parts:
             row = self.capacity.row[part.site]
             room = int(timeline.bounded(lease.demand, column, lease.duration_s, lease.id)[row])
-            room = min(room, missing, room if cap is None else int(cap[row]))
+            room = min(room, missing, self._room(lease.tenant, part, more))
             if room > 0:
                 more[part.site] = room
                 missing -= room
@@ -314,6 +313,16 @@ class Queue:
                 self.capacity.free[row, column] += already
                 self.capacity.speak_for(lease.id, part.site, part.kind, already + room)
         return more
+
+    def _room(self, tenant: str, part: Part, more: dict[str, int]) -> int:
+        """What a tenant's limits leave for a part, beside what it is to get elsewhere with it."""
+        room = np.iinfo(np.int64).max
+        for quota in self.tenants.limits(tenant):
+            if quota.kind in (ANY, part.kind) and quota.site in (ANY, part.site):
+                assert quota.limit is not None
+                elsewhere = sum(more.values()) if quota.site == ANY else 0
+                room = min(room, quota.limit - self.tenants.holds(tenant, quota.kind, quota.site) - elsewhere)
+        return max(0, int(room))
 
     # --- for people
 

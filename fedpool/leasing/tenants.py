@@ -84,10 +84,11 @@ class Tenants:
     # --- what is held
 
     def take(self, lease: Lease, sign: int) -> None:
-        """Count a lease's live parts as held (1), or no longer (-1)."""
+        """Count a lease's live parts as held (1), or no longer (-1); one that changes hands counts for both until it has."""
         for part in lease.parts:
             if part.is_live:
-                self.count(lease.tenant, part, sign * part.gpus)
+                for tenant in holders(lease):
+                    self.count(tenant, part, sign * part.gpus)
 
     def count(self, tenant: str, part: Part, gpus: int) -> None:
         """Count so many devices more, or fewer, of a part's kind at its site as held."""
@@ -105,6 +106,24 @@ class Tenants:
             for (who, what, where), count in self.held.items()
             if who == tenant and kind in (ANY, what) and site in (ANY, where)
         )
+
+    def require_room(self, tenant: str, more: Iterable[Part]) -> None:
+        """A tenant's limits leave room for these parts beside what it holds.
+
+        Raises:
+            Refused: they do not; the quota is named.
+        """
+        parts = list(more)
+        for quota in self.limits(tenant):
+            asked = sum(
+                part.gpus for part in parts if quota.kind in (ANY, part.kind) and quota.site in (ANY, part.site)
+            )
+            held = self.holds(tenant, quota.kind, quota.site)
+            assert quota.limit is not None
+            if asked and held + asked > quota.limit:
+                raise Refused(
+                    f"{in_words(tenant, held, quota)}; {asked} more asked for", "release some, or ask for less"
+                )
 
     def guaranteed(self, tenant: str, kind: str) -> int:
         """Devices of a kind, over all sites, that belong to a tenant."""
@@ -143,9 +162,21 @@ class Tenants:
         """For a snapshot."""
         return tuple(self._used.values())
 
-    def restore(self, uses: Iterable[Use], shift_s: float = 0.0) -> None:
-        """From a snapshot, or after the machine's clock began anew."""
-        self._used = {use.tenant: Use(use.tenant, use.device_s, use.at + shift_s) for use in uses}
+    def restore(self, uses: Iterable[Use]) -> None:
+        """From a snapshot."""
+        self._used = {use.tenant: use for use in uses}
+
+
+def holders(lease: Lease) -> tuple[str, ...]:
+    """The tenants for whom a lease counts."""
+    return (lease.tenant, lease.next_tenant) if lease.next_tenant not in ("", lease.tenant) else (lease.tenant,)
+
+
+def in_words(tenant: str, held: int, quota: Quota) -> str:
+    """What a tenant holds of a quota with a limit."""
+    where = "all sites" if quota.site == ANY else quota.site
+    kind = "GPUs" if quota.kind == ANY else quota.kind
+    return f"tenant {tenant} holds {held} of at most {quota.limit} {kind} at {where}"
 
 
 def require_quota(quota: Quota) -> Quota:

@@ -151,7 +151,7 @@ def test_a_restart_replays_to_the_same_state_and_jumps_the_epoch():
     for entry in entries:
         again.apply(entry)
     assert again.leases == machine.leases and again.epoch == machine.epoch
-    again.apply(again.restarted(4, 3, "boot", "boot"))
+    again.apply(again.restarted(4, 0, 3, "boot", "boot"))
     assert again.epoch == machine.epoch + EPOCH_JUMP and again.leases == machine.leases
 
 
@@ -160,7 +160,7 @@ def test_after_a_reboot_what_was_left_of_a_lease_is_left():
     put(machine, Hold("a", "onc", 1, 10, 1), 1000)
     put(machine, Commit("a", 100, 1), 1000)
     left = machine.leases["a"].deadline - 1010
-    machine.apply(machine.restarted(5, 1010, "new boot", "old boot"))
+    machine.apply(machine.restarted(5, 0, 1010, "new boot", "old boot"))
     assert machine.leases["a"].deadline - 5 == pytest.approx(left)
 
 

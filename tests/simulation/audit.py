@@ -1,0 +1,140 @@
+"""What must hold after every step, checked against what stands on the disks and runs on the devices, not against the machines."""
+
+import msgspec
+
+from fedpool.leasing.gang import LeaseRecorded
+from fedpool.leasing.grants import GrantEntry, LeaseChanged, LeasesForgotten, SiteState
+from fedpool.leasing.pool import PoolEntry
+
+WHOLE = 1000
+_SITE = msgspec.json.Decoder(GrantEntry)
+_HUB = msgspec.json.Decoder(PoolEntry)
+
+
+class Broken(AssertionError):
+    """A promise of the pool was broken."""
+
+
+class SiteAudit:
+    """Folds what a site has written."""
+
+    def __init__(self, world, name, uuids):
+        self.world = world
+        self.name = name
+        self.leases = {}
+        self.latest = dict.fromkeys(uuids, 0)  # the largest token ever given for each device
+        self.was_active = set()
+        self.spans = {}  # lease -> (deadline, when it was set, how long it then had)
+
+    def written(self, rows):
+        for row in rows:
+            if row.stream == "leases":
+                entry = _SITE.decode(row.body)
+                if isinstance(entry, LeaseChanged):
+                    self.changed(entry.lease, row.at)
+                elif isinstance(entry, LeasesForgotten):
+                    for lease_id in entry.ids:
+                        self.leases.pop(lease_id, None)
+                elif isinstance(entry, SiteState):
+                    self.leases = {lease.id: lease for lease in entry.leases}
+
+    def changed(self, lease, at):
+        now = self.world.loop.time()
+        self.world.say(self.name, f"wrote {lease.id} {lease.state} {lease.reason} attempt {lease.attempt & 0xFFFFF}")
+        before = self.leases.get(lease.id)
+        known = {(grant.uuid, grant.token) for grant in before.grants} if before else set()
+        for grant in lease.grants:
+            if (grant.uuid, grant.token) not in known:
+                if grant.token <= self.latest[grant.uuid]:
+                    raise Broken(
+                        f"{self.name} gives {grant.uuid} under token {grant.token}; it gave {self.latest[grant.uuid]} before"
+                    )
+                self.latest[grant.uuid] = grant.token
+        self.leases[lease.id] = lease
+        self.check_devices()
+        if lease.state == "active":
+            self.was_active.add((lease.id, lease.attempt))
+            if lease.id not in self.spans or self.spans[lease.id][0] != lease.deadline:
+                clock = self.world.sites[self.name].clock
+                decided = now - (clock.now() - at) / clock.rate
+                self.spans[lease.id] = (lease.deadline, decided, lease.deadline - at)
+        at_hub = self.world.hub_audit.leases.get(lease.id)
+        told = at_hub is not None and at_hub.state not in ("held", "active")  # a gang ends with the first of its parts
+        if lease.state == "ending" and lease.reason == "expired" and lease.id in self.spans and not told:
+            _, since, span = self.spans[lease.id]
+            if now - since < 0.99 * span - 2:
+                raise Broken(f"{lease.id} expired at {self.name} after {now - since:.1f} s; it had {span:.1f} s")
+
+    def check_devices(self):
+        used = {}
+        for lease in self.leases.values():
+            if lease.occupies:
+                for grant in lease.grants:
+                    if grant.uuid not in self.latest:
+                        raise Broken(f"{self.name} gave {grant.uuid}, which it does not have")
+                    used[grant.uuid] = used.get(grant.uuid, 0) + grant.milli
+        for uuid, milli in used.items():
+            if milli > WHOLE:
+                holders = [
+                    lease.id for x in self.leases.values() if (lease := x).occupies for g in x.grants if g.uuid == uuid
+                ]
+                raise Broken(f"{uuid} at {self.name} is given to {' and '.join(holders)}")
+
+    def held(self, tenant):
+        """Devices of a tenant's leases, without those it has been asked to give back and has a grace for; a hold is no lease."""
+        live = [x for x in self.leases.values() if x.state in ("active", "ending") and x.tenant == tenant]
+        return sum(len(lease.grants) - len(lease.leaving) for lease in live)
+
+    def forget_volatile(self, rows):
+        """The disk has lost its latest rows: fold what is left; tokens that were given stay given."""
+        self.leases = {}
+        for row in rows:
+            if row.stream == "leases":
+                entry = _SITE.decode(row.body)
+                if isinstance(entry, LeaseChanged):
+                    self.leases[entry.lease.id] = entry.lease
+                elif isinstance(entry, LeasesForgotten):
+                    for lease_id in entry.ids:
+                        self.leases.pop(lease_id, None)
+
+
+class HubAudit:
+    """Folds what the hub has written."""
+
+    def __init__(self, world, limits):
+        self.world = world
+        self.limits = limits  # tenant -> most devices
+        self.leases = {}
+        self.states = {}  # lease -> every state that stands on disk
+
+    def written(self, rows):
+        for row in rows:
+            if row.stream == "leases":
+                entry = _HUB.decode(row.body)
+                if isinstance(entry, LeaseRecorded):
+                    self.recorded(entry.lease)
+
+    def recorded(self, lease):
+        self.world.say("hub", f"wrote {lease.id} {lease.state} {lease.reason} attempt {lease.attempt & 0xFFFFF}")
+        before = self.leases.get(lease.id)
+        if lease.state == "active" and (before is None or before.state != "active"):
+            for part in lease.parts:
+                if (lease.id, lease.attempt) not in self.world.sites[part.site].audit.was_active:
+                    raise Broken(f"the hub calls {lease.id} active and {part.site} never had it")
+            if sum(part.gpus for part in lease.parts) < lease.demand.gpus:
+                raise Broken(f"{lease.id} is active with fewer devices than asked for")
+        self.leases[lease.id] = lease
+        self.states.setdefault(lease.id, set()).add(lease.state)
+        self.check_limits()
+
+    def check_limits(self):
+        for tenant, limit in self.limits.items():
+            held = sum(site.audit.held(tenant) for site in self.world.sites.values())
+            if held > limit:
+                raise Broken(f"tenant {tenant} holds {held} devices; its limit is {limit}")
+
+    def answered(self, view):
+        """A client was told this: it must stand on the hub's disk."""
+        lease = view.lease
+        if lease.state not in self.states.get(lease.id, ()):
+            raise Broken(f"a client was told that {lease.id} is {lease.state}; the hub's disk has never heard of it")

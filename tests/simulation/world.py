@@ -1,0 +1,300 @@
+"""A world of one hub, its sites and its clients, what goes wrong in it, and what must hold all the same."""
+
+import functools
+import hashlib
+import logging
+import random
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.config import HubConfig, SiteConfig, SiteEntry
+from fedpool.leasing.pool import TenantSet
+from fedpool.records import Quota, Tenant
+from fedpool.sim.scenario import SimulatedSite
+from fedpool.transport.identity import Identity, public_line
+from simulation.audit import Broken, HubAudit
+from simulation.clients import FINAL, Client
+from simulation.loop import Loop
+from simulation.machines import HubMachine, SiteMachine
+from simulation.network import Network, Weather
+
+FAULTS_S = 60.0
+HEALED_S = 400.0
+SITES = (SimulatedSite("north", 1, 1, 2), SimulatedSite("south", 1, 2, 2), SimulatedSite("west", 1, 1, 3))
+
+
+@functools.cache
+def parties():
+    """A directory with the keys of everybody; real ones, made once."""
+    directory = Path(tempfile.mkdtemp(prefix="ibshell-simulation-"))
+    for name in ("hub", *(site.name for site in SITES)):
+        (directory / name).mkdir()
+        Identity.create(directory / name / "identity")
+    return directory
+
+
+@functools.cache
+def configurations():
+    directory = parties()
+    keys = {name: public_line(Identity.load(directory / name / "identity").public) for name in names()}
+    entries = [SiteEntry(name, keys[name], address="simulated:1") for name in names() if name != "hub"]
+    hub = HubConfig("simulated", "hub.sock", site=entries)
+    return hub, {entry.name: SiteConfig(entry.name, "site.sock", keys["hub"], SITES[0]) for entry in entries}
+
+
+def names():
+    return ["hub", *(site.name for site in SITES)]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong at a time."""
+
+    at: float
+    kind: str
+    who: str
+    for_s: float = 0.0
+    other: str = ""
+
+    def __str__(self):
+        return f"{self.at:.2f} s: {self.kind} {self.who} {self.other} {f'for {self.for_s:.1f} s' if self.for_s else ''}"
+
+
+KINDS = (
+    "kill",
+    "step-kill",
+    "power",
+    "stop",
+    "part",
+    "part-one-way",
+    "full",
+    "slow-disk",
+    "lying-disk",
+    "jump",
+    "zombie",
+)
+
+
+def forecast(chance):
+    """What goes wrong in one world: not everything in each, so that rare things meet each other often enough."""
+    kinds = chance.sample(KINDS, chance.randint(0, 5))
+    faults = []
+    for kind in kinds:
+        for _ in range(chance.randint(1, 4)):
+            who = chance.choice(names())
+            other = chance.choice([name for name in names() if name != who])
+            if kind.startswith("part") and chance.random() < 0.7:
+                who, other = chance.sample(["hub", other if other != "hub" else who], 2)
+            faults.append(Fault(chance.uniform(0.0, FAULTS_S), kind, who, chance.expovariate(1 / 8.0), other))
+    if any(fault.kind == "lying-disk" for fault in faults):
+        # A token that a lying disk has forgotten is issued again only if the time of day is lost with it: one or the other.
+        faults = [fault for fault in faults if fault.kind != "jump"]
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+class World:
+    """One history.
+
+    Args:
+        seed: gives it.
+        faults: what goes wrong, or None for the seed's own forecast.
+        clients: how many, or None for the seed's own number.
+    """
+
+    def __init__(self, seed, faults=None, clients=None):
+        self.seed = seed
+        self.loop = Loop()
+        self.trace = []
+        self.failure = None
+        self.over = False
+        chance = self.chance("world")
+        self.directory = parties()
+        self.hub_config, self.site_configs = configurations()
+        self.network = Network(self.loop, self.chance)
+        self.network.weather = Weather(
+            delay_s=chance.choice([0.002, 0.02, 0.2]),
+            late=chance.choice([0.0, 0.02, 0.2]),
+            late_s=chance.choice([1.0, 12.0]),
+            lost=chance.choice([0.0, 0.0, 0.005, 0.03]),
+            twice=chance.choice([0.0, 0.0, 0.1]),
+        )
+        own = forecast(chance)
+        self.faults = own if faults is None else faults
+        self.hub = HubMachine(self, "hub")
+        self.sites = {site.name: SiteMachine(self, site) for site in SITES}
+        self.gpus = sum(len(site.inventory.devices()) for site in self.sites.values())
+        number = chance.randint(1, 5)
+        self.clients = [Client(self, n, 4) for n in range(number if clients is None else clients)]
+        self.limits = {"tenant-0": 4} if chance.random() < 0.5 else {}
+        self.hub_audit = HubAudit(self, self.limits)
+
+    # --- what parts of the world ask of it
+
+    def chance(self, name):
+        """Random numbers of one thing alone, so that leaving another thing out does not change them."""
+        return random.Random(f"{self.seed}/{name}")
+
+    def say(self, who, text):
+        self.trace.append((self.loop.time(), who, text))
+
+    def fail(self, error):
+        """The world has broken a promise: it ends here."""
+        if self.failure is None:
+            self.failure = error
+            self.say("world", f"BROKEN: {error}")
+            self.loop.stop()
+
+    def checked(self, check, *arguments):
+        try:
+            check(*arguments)
+        except Broken as error:
+            self.fail(error)
+
+    def machines(self):
+        return [self.hub, *self.sites.values()]
+
+    def machine(self, name):
+        return self.hub if name == "hub" else self.sites[name]
+
+    # --- the history
+
+    def run(self):
+        """Let it happen; returns what broke, or None."""
+        watcher = _Log(self)
+        logging.getLogger("fedpool.transport.peer").addHandler(watcher)
+        quiet = logging.getLogger("agent")
+        level, quiet.level = quiet.level, logging.CRITICAL
+        try:
+            self.loop.outside(0.0, self.begin)
+            self.loop.run_forever()
+        finally:
+            logging.getLogger("fedpool.transport.peer").removeHandler(watcher)
+            quiet.level = level
+            self.over = True
+            self.loop.end()
+        return self.failure
+
+    def begin(self):
+        for machine in self.machines():
+            machine.start()
+        self.loop.outside(1.0, self.introduce)
+        for fault in self.faults:
+            self.loop.outside(1.0 + fault.at, self.strike, fault)
+        self.loop.outside(FAULTS_S + 1.0, self.heal)
+
+    def introduce(self):
+        """Tenants, before anything goes wrong; then the clients begin."""
+
+        async def tenants():
+            for number in range(3):
+                name = f"tenant-{number}"
+                quotas = (Quota("*", "*", 2, self.limits.get(name)),) if self.limits else ()
+                await self.hub.service.gangs.put(TenantSet(Tenant(name, quotas=quotas)))
+            for client in self.clients:
+                client.start()
+
+        self.hub.process.spawn(tenants())
+
+    def strike(self, fault):
+        self.say("nemesis", str(fault))
+        machine = self.machine(fault.who)
+        process = machine.process
+        match fault.kind:
+            case "kill":
+                process.kill()
+            case "step-kill":
+                process.killed_at_step = process.steps + 1 + machine.chance.randint(0, 200)
+            case "power":
+                machine.power_lost()
+            case "stop":
+                process.stop()
+                self.loop.outside(fault.for_s, process.go_on)
+            case "part" | "part-one-way":
+                self.network.part(fault.who, fault.other, fault.kind == "part-one-way")
+                self.loop.outside(fault.for_s, self.network.join)
+            case "full":
+                machine.disk.full = True
+                self.loop.outside(fault.for_s, self.mend_disk, machine)
+            case "slow-disk":
+                machine.disk.slow_s = 2.0
+                self.loop.outside(fault.for_s, self.mend_disk, machine)
+            case "lying-disk":
+                machine.disk.lies = machine is not self.hub
+                self.loop.outside(fault.for_s, self.mend_disk, machine)
+            case "jump":
+                machine.clock.offset_s += machine.chance.choice([-3600, -60, -15, 15, 60, 3600])
+            case "zombie":
+                # A second one is started while the first still runs: it takes the disk, the first goes on with what it has.
+                machine.start()
+
+    def mend_disk(self, machine):
+        machine.disk.full = machine.disk.lies = False
+        machine.disk.slow_s = 0.005
+        machine.disk.volatile = 0
+
+    def heal(self):
+        """Nothing goes wrong any more."""
+        self.say("nemesis", "everything is well from now on")
+        self.network.weather = Weather()
+        self.network.join()
+        for machine in self.machines():
+            self.mend_disk(machine)
+            machine.process.go_on()
+            machine.stubborn_s = 0.0
+        self.loop.outside(HEALED_S, self.finish)
+
+    def finish(self):
+        self.checked(self.check_the_end)
+        self.loop.stop()
+
+    def check_the_end(self):
+        """Everything has come to its end and nothing is left behind."""
+        for client in self.clients:
+            if not client.finished:
+                raise Broken(f"{client.name} still waits for an answer")
+        for lease in self.hub_audit.leases.values():
+            if lease.state not in FINAL:
+                raise Broken(f"{lease.id} is still {lease.state} at the hub: {lease.reason}")
+        for site in self.sites.values():
+            for lease in site.audit.leases.values():
+                if lease.occupies:
+                    raise Broken(f"{lease.id} is still {lease.state} at {site.name}")
+            if site.jobs:
+                raise Broken(f"jobs are left at {site.name}: {site.jobs}")
+        machine = self.hub.service.gangs.machine
+        machine.check()
+        if machine.tenants.held:
+            raise Broken(f"tenants hold {machine.tenants.held} and there is no lease")
+        free = int(machine.capacity.free.sum())
+        cordoned = sum(len(site.cordoned()) for site in self.sites.values())
+        if free != self.gpus - cordoned:
+            raise Broken(f"the hub sees {free} of {self.gpus} devices free and nobody holds any")
+        asked = {lease for client in self.clients for lease in client.asked}
+        for lease_id in self.hub_audit.leases:
+            if lease_id not in asked:
+                raise Broken(f"there was a lease {lease_id} that nobody asked for")
+
+    def digest(self):
+        """A hash of everything that happened."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def lines(self):
+        return [f"{time:10.4f}  {who:9} {text}" for time, who, text in self.trace]
+
+
+class _Log(logging.Handler):
+    """An exception inside an agent is a broken promise."""
+
+    def __init__(self, world):
+        super().__init__(logging.ERROR)
+        self.world = world
+
+    def emit(self, record):
+        if record.exc_info and not self.world.over:
+            error = record.exc_info[1]
+            if not isinstance(error, Broken):
+                lines = traceback.format_exception(error)
+                error = Broken(f"{record.getMessage()}: {''.join(lines[-6:])}")
+            self.world.fail(error)
