@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from agent.links import SiteLink
-from agent.ports import Clock, Store
+from agent.ports import Clock, Store, instant
 from fedpool.errors import (
     IbshellError,
     Insufficient,
@@ -122,9 +122,9 @@ class Gangs:
         terms = await self._store.read(TERM_STREAM, TermBegan)
         for entry in await self._store.read(STREAM, PoolEntry):
             self.machine.apply(entry)
-        at, boot = await self._store.last_written()
-        if boot is not None and boot != clock.boot():
-            await self._commit(Decision([PoolRestarted(clock.now() - at)]))
+        shift = (await self._store.last_written()).shift(instant(clock))
+        if shift:
+            await self._commit(Decision([PoolRestarted(shift)]))
         self.machine.term = 1 + max((entry.term for entry in terms), default=0)
         await self._store.append(TERM_STREAM, [TermBegan(self.term)])
         for decision in self.machine.interrupted(clock.now()):
@@ -401,12 +401,6 @@ class Gangs:
         """A site is silent."""
         self.machine.site_lost(link.name)
 
-    def site_cordoned(self, link: SiteLink, cordons: dict[str, str]) -> None:
-        """What a site grants has changed."""
-        link.cordoned(cordons)
-        self.machine.site_cordoned(link.name, cordons)
-        self._plan_due.set()
-
     async def site_changed(self, link: SiteLink, lease: SiteLease) -> None:
         """A site tells of a lease that changed."""
         await self._step(ForLease(lease.id, Reported(link.name, lease)))
@@ -447,6 +441,22 @@ class Gangs:
         except StorageFailed:
             await self._read_again(machine)
             raise
+        except asyncio.CancelledError:  # who asked has hung up; what was decided stands and has its consequences
+            self._begin(self._carry_on(machine, decision, states, moved))
+            raise
+        self._finish(machine, decision, states, moved)
+
+    async def _carry_on(self, machine: Pool, decision: PoolDecision, states: list[Lease], moved: set[str]) -> None:
+        try:
+            await self._store.append(STREAM, ())
+        except StorageFailed as error:
+            log.error("what was decided could not be written: %s", error)
+            await self._read_again(machine)
+        else:
+            self._finish(machine, decision, states, moved)
+
+    def _finish(self, machine: Pool, decision: PoolDecision, states: list[Lease], moved: set[str]) -> None:
+        """It is durable: say and do what follows from it."""
         self._since_snapshot += len(decision.entries)
         if self._since_snapshot >= SNAPSHOT_EVERY and machine is self.machine:
             self._since_snapshot = 0
@@ -480,12 +490,14 @@ class Gangs:
         self._settled.clear()
         try:
             while True:
+                await asyncio.sleep(
+                    REREAD_S
+                )  # whatever it is, it will not be over at once: nothing is decided meanwhile
                 try:
                     entries = await self._store.read(STREAM, PoolEntry)
                     break
                 except StorageFailed as error:
                     log.error("what was decided cannot be read again: %s", error)
-                    await asyncio.sleep(REREAD_S)
             fresh = Pool(failed.capacity.sites, failed.capacity)
             for entry in entries:
                 fresh.apply(entry)
@@ -599,9 +611,10 @@ class Gangs:
         """Wait until everything decided so far is durable: before it, nobody is told.
 
         Raises:
-            StorageFailed: it will not be, and what was decided is taken back.
+            StorageFailed: it will not be, and is taken back.
         """
-        await self._settle()
+        if not self._settled.is_set():
+            raise StorageFailed("what was decided last could not be written and is taken back", "ask again")
         await self._store.append(STREAM, ())
 
     async def _told(self, lease_id: str) -> Lease:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,8 @@ class Hub:
             "node.list": (msgspec.Struct, lambda _: hub_views.nodes(self.gangs, self.links)),
             "gpu.list": (msgspec.Struct, lambda _: hub_views.gpus(self.gangs, self.links)),
             "lease.request": (LeaseWanted, self._lease_request),
-            "lease.list": (msgspec.Struct, lambda _: self._lease_list()),
-            "lease.show": (ById, self._lease_show),
+            "lease.list": (msgspec.Struct, lambda _: hub_views.leases(self.gangs, self.links)),
+            "lease.show": (ById, lambda body: self.gangs.view(self.gangs.find(body.id))),
             "lease.wait": (LeaseAwaited, self._lease_wait),
             "lease.renew": (LeaseRenewal, self._lease_renew),
             "lease.release": (ById, self._lease_release),
@@ -200,13 +200,16 @@ class Hub:
         if notice.method == "lease.changed":
             assert self._tasks is not None
             lease = from_body(notice.body, LeaseNotice, notice.method).lease
-            self._tasks.create_task(self._settle(link, lease))
+            self._tasks.create_task(self._take(link, self.gangs.site_changed(link, lease)))
+        elif notice.method == "site.changed":
+            assert self._tasks is not None
+            self._tasks.create_task(self._take(link, link.describe()))
 
-    async def _settle(self, link: links.SiteLink, lease: Any) -> None:
+    async def _take(self, link: links.SiteLink, taking: Awaitable[None]) -> None:
         try:
-            await self.gangs.site_changed(link, lease)
-        except IbshellError as error:
-            log.error("lease %s at %s: %s", lease.id, link.name, error)
+            await taking
+        except IbshellError as error:  # the site says everything again when it is back
+            log.error("what %s told: %s", link.name, error)
 
     def _lease_changed(self, lease: Lease) -> None:
         log.info("lease %s is %s%s", lease.id, lease.state, f": {lease.reason}" if lease.reason else "")
@@ -222,7 +225,10 @@ class Hub:
         found = self._answers.find(request.key, request.method, body)
         if found is not None:
             return await asyncio.shield(found)
-        result = answer(body)
+        if request.method.startswith("lease."):
+            result: Any = self._durably(answer, body)
+        else:
+            result = answer(body)
         if not asyncio.iscoroutine(result) or request.method in READS:
             return await result if asyncio.iscoroutine(result) else result
         # A change goes on to its end even if the asker hangs up: half a lease helps nobody. It is remembered while it goes on,
@@ -231,6 +237,17 @@ class Hub:
         self._answers.keep(request.key, request.method, body, task)
         task.add_done_callback(lambda done: self._done(request.key, done))
         return await asyncio.shield(task)
+
+    async def _durably(self, answer: Callable[[Any], Any], body: object) -> object:
+        """An answer, or a refusal, that rests on nothing but what is durable."""
+        try:
+            result = answer(body)
+            result = await result if asyncio.iscoroutine(result) else result
+        except IbshellError:
+            await self.gangs.durable()
+            raise
+        await self.gangs.durable()
+        return result
 
     def _done(self, key: str, task: asyncio.Task[object]) -> None:
         if task.cancelled() or task.exception() is not None:
@@ -245,14 +262,6 @@ class Hub:
         if wanted.dry_run:
             return self.gangs.foresee(wanted)
         return self.gangs.view(await self.gangs.request(wanted))
-
-    async def _lease_list(self) -> object:
-        await self.gangs.durable()
-        return hub_views.leases(self.gangs, self.links)
-
-    async def _lease_show(self, wanted: ById) -> object:
-        await self.gangs.durable()
-        return self.gangs.view(self.gangs.find(wanted.id))
 
     async def _lease_wait(self, wanted: LeaseAwaited) -> object:
         return self.gangs.view(await self.gangs.wait(self.gangs.find(wanted.id).id, wanted.state, wanted.wait_s))
@@ -293,7 +302,7 @@ class Hub:
         term = self.gangs.term
         event = Cordon(what, wanted.reason, term) if on else Uncordon(what, term)
         state = await link.call("site.cordon" if on else "site.uncordon", event, CordonState)
-        self.gangs.site_cordoned(link, state.cordons)
+        await link.describe()
         return state
 
     def _upload_path(self, upload_id: str) -> Path:

@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
-from agent.ports import Clock, Launcher, Store
+from agent.ports import Clock, Launcher, Store, instant
 from fedpool.errors import IbshellError, StorageFailed
 from fedpool.leasing.grants import (
+    CordonChanged,
     EndProcesses,
     GrantDecision,
     GrantEntry,
@@ -39,7 +40,7 @@ class SiteLeases:
         inventory: its devices.
         limits: what the site allows.
         store: where entries go.
-        changed: told of every change, after it is durable.
+        changed: told of every lease that changed and, with None, of every other change, after it is durable.
         clock: the machine's.
         launcher: ends and warns processes.
     """
@@ -50,7 +51,7 @@ class SiteLeases:
         inventory: Inventory,
         limits: SiteLimits,
         store: Store,
-        changed: Callable[[SiteLease], None],
+        changed: Callable[[SiteLease | None], None],
         clock: Clock,
         launcher: Launcher,
     ) -> None:
@@ -71,9 +72,8 @@ class SiteLeases:
         """Read the entries back, end what a dead run of this agent left behind, then open for grants."""
         for entry in await self._store.read(STREAM, GrantEntry):
             self.machine.apply(entry)
-        at, boot = await self._store.last_written()
-        clock = self._clock
-        await self._commit(Decision([self.machine.restarted(clock.now(), clock.unix(), at, clock.boot(), boot)]))
+        last = await self._store.last_written()
+        await self._commit(Decision([self.machine.restarted(instant(self._clock), last)]))
         # A program does not outlive its agent: what is left of one belongs to a lease whose task must be started anew, or to
         # one that this agent's disk has lost.
         for mark in await self._launcher.marks(self.machine.site):
@@ -159,6 +159,22 @@ class SiteLeases:
         except StorageFailed:
             await self._read_again(machine)
             raise
+        except asyncio.CancelledError:  # who asked has hung up; what was decided stands and has its consequences
+            self._begin(self._carry_on(machine, decision))
+            raise
+        self._finish(machine, decision)
+
+    async def _carry_on(self, machine: SiteGrants, decision: GrantDecision) -> None:
+        try:
+            await self._store.append(STREAM, ())
+        except StorageFailed as error:
+            log.error("what was decided could not be written: %s", error)
+            await self._read_again(machine)
+        else:
+            self._finish(machine, decision)
+
+    def _finish(self, machine: SiteGrants, decision: GrantDecision) -> None:
+        """It is durable: say and do what follows from it."""
         self._since_snapshot += len(decision.entries)
         if self._since_snapshot >= SNAPSHOT_EVERY and machine is self.machine:
             self._since_snapshot = 0
@@ -166,6 +182,8 @@ class SiteLeases:
         for entry in decision.entries:
             if isinstance(entry, LeaseChanged):
                 self._changed(entry.lease)
+            elif isinstance(entry, CordonChanged):
+                self._changed(None)
         self._start(decision.effects)
 
     async def _read_again(self, failed: SiteGrants) -> None:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import asyncssh
-import msgspec
 
 from agent import files
 from agent.backoff import LAST_S, delay
@@ -110,6 +109,7 @@ class SiteLink:
         self._peer: Peer | None = None
         self._bulk: BulkChannel | None = None
         self._bulk_changed = asyncio.Condition()
+        self._describing = asyncio.Lock()
         self._bytes_in = self._bytes_out = 0
 
     @property
@@ -247,13 +247,9 @@ class SiteLink:
         Raises:
             Unreachable: it is down; it does so when it is back.
         """
-        self.description = await self.call(DESCRIBE, Nothing(), SiteDescription)
-        await self._up(self)
-
-    def cordoned(self, cordons: dict[str, str]) -> None:
-        """The site now grants nothing new on these."""
-        if self.description is not None:
-            self.description = msgspec.structs.replace(self.description, cordons=cordons)
+        async with self._describing:  # one after the other, so that the latest is the last
+            self.description = await self.call(DESCRIBE, Nothing(), SiteDescription)
+            await self._up(self)
 
     async def fetch(self, object_id: bytes, path: Path, patience_s: float = 30.0) -> None:
         """Get an object from the site into a file, over as many bulk connections as it takes.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from agent.config import SiteEntry
+from fedpool.step import Instant
 from fedpool.transport.stream import Stream
 
 
@@ -30,6 +31,11 @@ class Clock(Protocol):
     def wall(self, later_s: float = 0.0) -> str:
         """The time of day, or so many seconds later: ISO 8601, UTC, whole seconds."""
         ...
+
+
+def instant(clock: Clock) -> Instant:
+    """What a machine's clocks show now."""
+    return Instant(clock.now(), clock.boot(), clock.unix())
 
 
 class Store(Protocol):
@@ -66,8 +72,8 @@ class Store(Protocol):
         """The streams whose name begins with a prefix, oldest first."""
         ...
 
-    async def last_written(self) -> tuple[float, str | None]:
-        """Clock and boot of the latest entry; (0, None) when there is none."""
+    async def last_written(self) -> Instant:
+        """What the clocks showed when the latest entry was written."""
         ...
 
     async def lost(self) -> None:

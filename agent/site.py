@@ -95,9 +95,7 @@ class SiteAgent:
         self._clock = clock
         self._chance = random.SystemRandom()  # spreads attempts to dial
         self._inventory = probe.snapshot()
-        self.leases = SiteLeases(
-            config.name, self._inventory, config.policy, store, self._lease_changed, clock, launcher
-        )
+        self.leases = SiteLeases(config.name, self._inventory, config.policy, store, self._changed, clock, launcher)
         peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
         self._rounds = SiteRounds(
             SitePolicy(config.name, self.identity.public, peers, config.minimum_cohort),
@@ -211,7 +209,11 @@ class SiteAgent:
         finally:
             sink.close()
 
-    def _lease_changed(self, lease: SiteLease) -> None:
+    def _changed(self, lease: SiteLease | None) -> None:
+        if lease is None:
+            for peer in self._hubs:
+                self._spawn(peer.notify("site.changed", Nothing()))
+            return
         for run, task in list(self._tasks.items()):
             if task.wanted.lease == lease.id and lease.state != "active":
                 del self._tasks[run]

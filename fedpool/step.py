@@ -31,3 +31,27 @@ class Decision(Generic[Entry, Reply, Effect]):
     replies: Sequence[Reply] = ()
     effects: Sequence[Effect] = ()
     wake_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Instant:
+    """A moment as a machine's clocks show it.
+
+    Attributes:
+        at: CLOCK_BOOTTIME in seconds; readings compare only within one boot.
+        boot: id of the boot, None where nothing was ever written.
+        unix: the time of day in seconds since 1970, which may be wrong.
+    """
+
+    at: float = 0.0
+    boot: str | None = None
+    unix: float = 0.0
+
+    def shift(self, now: "Instant") -> float:
+        """What to add to times of this moment's boot, so that they mean the same in the boot of `now`.
+
+        How long the machine was away only the time of day can tell; where that went backwards, no time has passed.
+        """
+        if self.boot is None or self.boot == now.boot:
+            return 0.0
+        return now.at - self.at - max(0.0, now.unix - self.unix)

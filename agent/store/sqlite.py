@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import msgspec
 
 from agent import clock
 from fedpool.errors import IntegrityError, StorageFailed
+from fedpool.step import Instant
 
 SCHEMA_VERSION = 3
 
@@ -246,12 +248,12 @@ class SqliteStore:
 
         return [stream for (stream,) in await self._ask(question)]
 
-    async def last_written(self) -> tuple[float, str | None]:
+    async def last_written(self) -> Instant:
         """See `Store.last_written`."""
         row = await self._ask(
-            lambda: self._db.execute("SELECT at, boot FROM entries ORDER BY seq DESC LIMIT 1").fetchone()
+            lambda: self._db.execute("SELECT at, boot, wall FROM entries ORDER BY seq DESC LIMIT 1").fetchone()
         )
-        return (0.0, None) if row is None else (row[0], row[1])
+        return Instant() if row is None else Instant(row[0], row[1], datetime.fromisoformat(row[2]).timestamp())
 
     async def lost(self) -> None:
         """See `Store.lost`."""

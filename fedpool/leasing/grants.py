@@ -37,7 +37,7 @@ from fedpool.leasing.requests import (
 )
 from fedpool.placement import policies
 from fedpool.records import WHOLE_MILLI, Device, Grant, Inventory, Shape, SiteLease
-from fedpool.step import Decision
+from fedpool.step import Decision, Instant
 from fedpool.units import format_duration
 
 HOLD_TTL_MAX_S = 60.0
@@ -222,19 +222,15 @@ class SiteGrants:
                 taken[device.uuid] = WHOLE_MILLI
         return taken
 
-    def restarted(self, now: float, unix: float, last_at: float, boot: str, last_boot: str | None) -> Restarted:
+    def restarted(self, now: Instant, last: Instant) -> Restarted:
         """The first entry of a new run of the agent.
 
         Args:
-            now: the clock.
-            unix: the time of day in seconds since 1970. Nothing expires by it; a clock that is wrong costs nothing unless entries
-                were lost too.
-            last_at: the clock when the last entry was written, 0 when there is none.
-            boot: this boot's id.
-            last_boot: the boot in which the last entry was written, or None.
+            now: the clocks. By the time of day nothing expires while the machine is up.
+            last: what they showed when the last entry was written.
         """
-        shift = now - last_at if last_boot is not None and last_boot != boot else 0.0
-        return Restarted(max(self.epoch + EPOCH_JUMP, int(unix * EPOCHS_A_SECOND)), shift, boot)
+        epoch = max(self.epoch + EPOCH_JUMP, int(now.unix * EPOCHS_A_SECOND))
+        return Restarted(epoch, last.shift(now), now.boot or "")
 
     def require(self, lease_id: str, token: int | None = None) -> SiteLease:
         """An active lease, for whoever wants to use its devices.

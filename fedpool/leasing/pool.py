@@ -228,12 +228,6 @@ class Pool:
         self.capacity.refresh(name)
         self.queue.mark()
 
-    def site_cordoned(self, name: str, cordons: Mapping[str, str]) -> None:
-        """What a site grants has changed."""
-        self.capacity.sites[name].set_cordons(cordons)
-        self.capacity.refresh(name)
-        self.queue.mark()
-
     def site_lost(self, name: str) -> None:
         """A site is silent: nothing of it is free."""
         self.capacity.sites[name].up = False
@@ -302,6 +296,8 @@ class Pool:
             self.tenants.require_room(gang.lease.tenant, _additions(gang.lease, event))
         decision = gang.step(event, now)
         if isinstance(event, ResizeAsked):
+            for part in _additions(gang.lease, event):
+                self.tenants.count(gang.lease.tenant, part, part.gpus)
             self._grow(gang.lease, event)
         self._grown(gang.lease, event)
         if not gang.placing or any(e.lease.state not in ("requested", "queued") for e in decision.entries):
@@ -318,11 +314,10 @@ class Pool:
         return Decision(decision.entries, decision.replies, decision.effects, wake_at)
 
     def _grow(self, lease: Lease, event: ResizeAsked) -> None:
-        """Count what a lease is to get as held, until the site has answered."""
+        """What a lease is to get, and is counted as held already, until the site has answered."""
         for part in _additions(lease, event):
             self._settle_growth(lease.id, part.site)
             self._growing[lease.id, part.site] = (lease.tenant, part)
-            self.tenants.count(lease.tenant, part, part.gpus)
 
     def _grown(self, lease: Lease, event: GangEvent) -> None:
         match event:

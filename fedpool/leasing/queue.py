@@ -291,6 +291,8 @@ class Queue:
             if lease.id not in starting:
                 more = self._growth(lease, lease.parts, wanted, timeline)
                 if more:
+                    for part in lease.parts:
+                        self.tenants.count(lease.tenant, part, more.get(part.site, 0))
                     target = {part.site: part.gpus + more[part.site] for part in lease.parts if part.site in more}
                     plan.growths.append((lease.id, target))
 

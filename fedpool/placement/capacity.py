@@ -54,11 +54,6 @@ class SitePicture:
         self._kinds = {device.uuid: device.kind for device in self.devices}
         self._count()
 
-    def set_cordons(self, cordons: Mapping[str, str]) -> None:
-        """What may not be granted."""
-        self.cordons = dict(cordons)
-        self._count()
-
     def _count(self) -> None:
         self.used = {}
         self.total = dict(Counter(device.kind for device in self.devices))

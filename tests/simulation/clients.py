@@ -153,8 +153,8 @@ class Client:
 
     @staticmethod
     def deliver_job(site, lease_id, grants):
-        if site.process.alive:
-            site.process.spawn(site.start_job(lease_id, grants))
+        if site.process.alive and site.service is not None:
+            site.process.spawn(site.start_job(site.service, lease_id, grants))
 
     async def change(self, lease_id):
         chance = self.chance

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fedpool.errors import StorageFailed
+from fedpool.step import Instant
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Row:
     stream: str
     at: float
     boot: str
+    unix: float
     body: bytes
     snapshot: bool
 
@@ -94,9 +96,9 @@ class Store:
             raise StorageFailed(f"what came before in {stream} was not written")
         if not entries and not self.in_flight[stream]:
             return
-        at, boot = self.clock.now(), self.clock.boot()
+        at, boot, unix = self.clock.now(), self.clock.boot(), self.clock.unix()
         rows = [
-            Row(stream, at, boot, msgspec.json.encode(entry), snapshot and number == 0)
+            Row(stream, at, boot, unix, msgspec.json.encode(entry), snapshot and number == 0)
             for number, entry in enumerate(entries)
         ]
         done = self.disk.loop.create_future()
@@ -154,7 +156,8 @@ class Store:
         return list(dict.fromkeys(row.stream for row in self.disk.rows if row.stream.startswith(prefix)))
 
     async def last_written(self):
-        return (self.disk.rows[-1].at, self.disk.rows[-1].boot) if self.disk.rows else (0.0, None)
+        last = self.disk.rows[-1] if self.disk.rows else None
+        return Instant(last.at, last.boot, last.unix) if last else Instant()
 
     async def lost(self):
         await self.gone.wait()

@@ -61,6 +61,7 @@ class Machine:
         self.kill_after_steps = []
 
     def start(self):
+        self.service = None
         process = self.process = Process(self.world.loop, self.name, self.killed)
         if self.kill_after_steps:
             process.killed_at_step = self.kill_after_steps.pop(0)
@@ -174,11 +175,8 @@ class SiteMachine(Machine):
                 return
             self.jobs = [job for job in self.jobs if job[0] != mark]
 
-    async def start_job(self, lease_id, grants):
+    async def start_job(self, agent, lease_id, grants):
         """Somebody starts a program under a lease and shows the latest token he knows."""
-        agent = self.service
-        if agent is None:
-            return
         try:
             async with agent.leases.binding(lease_id, max(grant.token for grant in grants)) as lease:
                 devices = {grant.uuid: grant.milli for grant in lease.grants}

@@ -88,8 +88,8 @@ def forecast(chance):
             if kind.startswith("part") and chance.random() < 0.7:
                 who, other = chance.sample(["hub", other if other != "hub" else who], 2)
             faults.append(Fault(chance.uniform(0.0, FAULTS_S), kind, who, chance.expovariate(1 / 8.0), other))
-    if any(fault.kind == "lying-disk" for fault in faults):
-        # A token that a lying disk has forgotten is issued again only if the time of day is lost with it: one or the other.
+    if {"lying-disk", "power"} & set(kinds):
+        # What was lost with the power, and how long it was away, only the time of day can tell: one or the other is wrong.
         faults = [fault for fault in faults if fault.kind != "jump"]
     return sorted(faults, key=lambda fault: fault.at)
 

@@ -24,6 +24,7 @@ from fedpool.leasing.requests import (
 )
 from fedpool.records import Gpu, Inventory, Node, Shape
 from fedpool.sim.scenario import SimulatedSite
+from fedpool.step import Instant
 
 EVENTS = sorted({event for _, event in life.TRANSITIONS})
 
@@ -151,7 +152,7 @@ def test_a_restart_replays_to_the_same_state_and_jumps_the_epoch():
     for entry in entries:
         again.apply(entry)
     assert again.leases == machine.leases and again.epoch == machine.epoch
-    again.apply(again.restarted(4, 0, 3, "boot", "boot"))
+    again.apply(again.restarted(Instant(4, "boot"), Instant(3, "boot")))
     assert again.epoch == machine.epoch + EPOCH_JUMP and again.leases == machine.leases
 
 
@@ -160,7 +161,7 @@ def test_after_a_reboot_what_was_left_of_a_lease_is_left():
     put(machine, Hold("a", "onc", 1, 10, 1), 1000)
     put(machine, Commit("a", 100, 1), 1000)
     left = machine.leases["a"].deadline - 1010
-    machine.apply(machine.restarted(5, 0, 1010, "new boot", "old boot"))
+    machine.apply(machine.restarted(Instant(5, "new boot"), Instant(1010, "old boot")))
     assert machine.leases["a"].deadline - 5 == pytest.approx(left)
 
 
@@ -278,6 +279,6 @@ def test_what_is_long_over_is_forgotten_and_nothing_grows():
     for number in range(50):
         put(machine, Hold(f"{number}", "onc", 1, 10, 1), number)
         put(machine, Abort(f"{number}", 1), number)
-    for _ in range(2):
-        put(machine, Tick(), 50 + REMEMBER_S)
+    for later in (0, 2):
+        put(machine, Tick(), 50 + REMEMBER_S + later)
     assert not machine.leases and not machine._due
