@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd')
 
-.PHONY: peers help demo test check bench venv format checked clean
+.PHONY: soak replay peers help demo test check bench venv format checked clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -15,6 +15,12 @@ demo: $(STAMP) ## sixteen hospitals train a classifier together on this machine,
 
 test: $(STAMP) ## every test a clone can run
 	@$(BIN)/python -m pytest
+
+soak: $(STAMP) ## simulated worlds until Ctrl-C; a failing seed is printed with its smallest trace
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--from $(SEED))
+
+replay: $(STAMP) ## one simulated world again: make replay SEED=4711
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(SEED)
 
 check: $(STAMP) ## format, lint, strict types, import contracts
 	@$(BIN)/ruff format --check .

@@ -387,8 +387,10 @@ class Gangs:
         """A site has connected: settle what the hub and the site see differently."""
         description = link.description
         assert description is not None
-        self.machine.site_described(link.name, description.inventory, description.leases, description.cordons)
-        reported = {lease.id: lease for lease in description.leases}
+        self.machine.site_described(
+            link.name, description.inventory, description.leases, description.cordons, description.epoch
+        )
+        reported = {lease.id: lease for lease in description.leases} | self.machine.capacity.sites[link.name].leases
         for gang in list(self.machine.gangs.values()):
             if any(part.site == link.name for part in gang.lease.parts) and not gang.placing:
                 await self._step(ForLease(gang.lease.id, Reported(link.name, reported.pop(gang.lease.id, None))))

@@ -36,6 +36,7 @@ from fedpool.leasing.requests import (
     Uncordon,
 )
 from fedpool.placement import policies
+from fedpool.placement.capacity import EPOCH_JUMP
 from fedpool.records import WHOLE_MILLI, Device, Grant, Inventory, Shape, SiteLease
 from fedpool.step import Decision, Instant
 from fedpool.units import format_duration
@@ -43,7 +44,6 @@ from fedpool.units import format_duration
 HOLD_TTL_MAX_S = 60.0
 GUARD_S = 5.0
 GUARD_FRACTION = 0.01
-EPOCH_JUMP = 1000
 EPOCHS_A_SECOND = 1000  # more grants than a site makes
 AGAIN_S = 1.0
 # A lease that is over is remembered so long, for requests that are repeated and hubs that were away.

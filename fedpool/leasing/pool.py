@@ -217,12 +217,17 @@ class Pool:
     # --- what the sites say; hints, not entries
 
     def site_described(
-        self, name: str, inventory: Inventory, leases: Sequence[SiteLease], cordons: Mapping[str, str]
+        self,
+        name: str,
+        inventory: Inventory,
+        leases: Sequence[SiteLease],
+        cordons: Mapping[str, str],
+        epoch: int = 0,
     ) -> None:
         """A site is up and has said everything about itself."""
         site = self.capacity.add(name)
         site.up = True
-        site.describe(inventory, leases, cordons)
+        site.describe(inventory, leases, cordons, epoch)
         for lease_id in [lease_id for lease_id, parts in self._placing.items() if any(p.site == name for p in parts)]:
             self.capacity.settle(lease_id, name)
         self.capacity.refresh(name)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from fedpool.placement import policies
 from fedpool.records import WHOLE_MILLI, Device, Inventory, Shape, SiteLease
 
+# How far a site's epochs jump when its agent restarts.
+EPOCH_JUMP = 1000
 SEEN_MAX = 10_000  # leases that are over whose latest report is remembered, against reports that come late
 Counts = NDArray[np.int64]
 
@@ -38,6 +40,7 @@ class SitePicture:
         self.cordons: dict[str, str] = {}
         self.used: dict[str, int] = {}
         self.version = 0
+        self._epoch: int | None = None
         self._kinds: dict[str, str] = {}
         self.total: dict[str, int] = {}
         self.free: dict[str, int] = {}
@@ -45,12 +48,22 @@ class SitePicture:
             OrderedDict()
         )  # version of the latest report about a lease, those that are over included
 
-    def describe(self, inventory: Inventory, leases: Sequence[SiteLease], cordons: Mapping[str, str]) -> None:
-        """Everything anew."""
+    def describe(
+        self, inventory: Inventory, leases: Sequence[SiteLease], cordons: Mapping[str, str], epoch: int = 0
+    ) -> None:
+        """Everything anew; what was said later and has come before stays, unless the site has restarted since."""
         self.inventory, self.devices = inventory, inventory.devices()
-        self.leases = {lease.id: lease for lease in leases if lease.occupies}
         self.cordons = dict(cordons)
-        self._seen = OrderedDict((lease.id, lease.version) for lease in leases)
+        newer: dict[str, SiteLease | None] = {}
+        if self._epoch is None or epoch < self._epoch + EPOCH_JUMP:
+            said = {lease.id: lease.version for lease in leases}
+            newer = {key: self.leases.get(key) for key, version in self._seen.items() if version > said.get(key, 0)}
+        self._epoch = epoch
+        versions = {lease.id: lease.version for lease in leases} | {key: self._seen[key] for key in newer}
+        merged = {lease.id: lease for lease in leases if lease.id not in newer}
+        merged |= {key: lease for key, lease in newer.items() if lease is not None}
+        self.leases = {key: lease for key, lease in merged.items() if lease.occupies}
+        self._seen = OrderedDict(versions)
         self._kinds = {device.uuid: device.kind for device in self.devices}
         self._count()
 

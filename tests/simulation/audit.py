@@ -2,6 +2,7 @@
 
 import msgspec
 
+from fedpool.leasing import lease as life
 from fedpool.leasing.gang import LeaseRecorded
 from fedpool.leasing.grants import GrantEntry, LeaseChanged, LeasesForgotten, SiteState
 from fedpool.leasing.pool import PoolEntry
@@ -42,6 +43,8 @@ class SiteAudit:
         now = self.world.loop.time()
         self.world.say(self.name, f"wrote {lease.id} {lease.state} {lease.reason} attempt {lease.attempt & 0xFFFFF}")
         before = self.leases.get(lease.id)
+        if before and before.state in life.FINAL and lease.state not in life.FINAL and lease.attempt <= before.attempt:
+            raise Broken(f"{lease.id} was {before.state} at {self.name} and is {lease.state} again")
         known = {(grant.uuid, grant.token) for grant in before.grants} if before else set()
         for grant in lease.grants:
             if (grant.uuid, grant.token) not in known:

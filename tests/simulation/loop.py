@@ -118,6 +118,9 @@ class Loop(base_events.BaseEventLoop):
         self.set_exception_handler(lambda _, context: self.unexpected.append(context))
         self.set_task_factory(self._make_task)
 
+    def __del__(self):
+        """There is nothing to release."""
+
     def time(self):
         return self._now
 
