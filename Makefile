@@ -44,7 +44,7 @@ $(STAMP): $(SOURCES)
 	@sh ext/preflight.sh "$(PYTHON)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing ibshell into $(VENV) (once; a minute or so)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,demo]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,demo,etcd]'
 	@touch $@
 
 format: $(STAMP) ## rewrite the sources in the house format

@@ -30,6 +30,7 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         minimum_cohort: fewest sites whose sum this site lets anybody see.
         peers: {site: public key} of the sites it may be in a cohort with.
         policy: what it allows whoever asks.
+        store: `etcd://…` for an agent with stand-bys, "" for SQLite in `state`.
     """
 
     name: str
@@ -43,6 +44,7 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     minimum_cohort: int = 3
     peers: dict[str, str] = {}
     policy: SiteLimits = SiteLimits()
+    store: str = ""
 
 
 class SiteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,6 +80,7 @@ class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         listen_sites: `host:port` for sites that dial out, or "".
         users: {name: public key} of those who may connect over SSH.
         site: the sites.
+        store: `etcd://…` for a hub with stand-bys, "" for SQLite in `state`.
     """
 
     name: str
@@ -87,6 +90,7 @@ class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen_sites: str = ""
     users: dict[str, str] = {}
     site: list[SiteEntry] = []
+    store: str = ""
 
 
 def load(path: Path, kind: type[Config]) -> Config:

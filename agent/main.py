@@ -78,20 +78,21 @@ def _key(state: Path) -> int:
 async def _hub(path: Path) -> None:
     from agent.config import HubConfig, load
     from agent.hub import Hub
-    from agent.store.sqlite import SqliteStore
+    from agent.store import open_store
 
     config, directory = load(path, HubConfig), path.parent.resolve()
-    await Hub(config, directory, SqliteStore(directory / config.state / "hub.db")).run()
+    store = await open_store(config.store, directory / config.state / "hub.db", f"hub/{config.name}")
+    await Hub(config, directory, store).run()
 
 
 async def _site(path: Path) -> None:
     from agent.config import SiteConfig, load
     from agent.probes.simulated import SimulatedProbe
     from agent.site import SiteAgent
-    from agent.store.sqlite import SqliteStore
+    from agent.store import open_store
 
     config, directory = load(path, SiteConfig), path.parent.resolve()
-    store = SqliteStore(directory / config.state / "site.db")
+    store = await open_store(config.store, directory / config.state / "site.db", f"site/{config.name}")
     await SiteAgent(config, directory, SimulatedProbe(config.simulated), store).run()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from integration.etcd_cluster import Cluster
 from safetensors.numpy import save_file
 
 from fedpool.sim.scenario import SimulatedSite
@@ -146,6 +147,24 @@ def pools():
         finally:
             for pool in made:
                 pool.stop_all()
+
+
+@pytest.fixture
+def make_etcd(need, tmp_path):
+    """Make a real etcd: `make_etcd(3)` has three members."""
+    made = []
+
+    def make(members=1):
+        directory = tmp_path / f"etcd-{len(made)}"
+        directory.mkdir()
+        made.append(Cluster(directory, need("etcd", "etcd-server"), members))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for cluster in made:
+            cluster.stop()
 
 
 @pytest.fixture

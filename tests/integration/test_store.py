@@ -1,13 +1,14 @@
 """What every store promises, whatever it is made of."""
 
 import asyncio
+import os
 import time
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
-from agent.store.sqlite import SqliteStore
+from agent.store import open_store
 from fedpool.leasing.grants import GrantEntry, LeaseChanged, SiteState
 from fedpool.records import Grant, SiteLease
 from fedpool.step import Instant
@@ -21,19 +22,20 @@ def numbered(*epochs):
     return [msgspec.structs.replace(ENTRY, epoch=epoch) for epoch in epochs]
 
 
-@pytest.fixture(params=["sqlite"])
+@pytest.fixture(params=["sqlite", "etcd"])
 def opened(request, tmp_path):
     """Opens the same store as often as it is called."""
+    url = request.getfixturevalue("make_etcd")(1).url if request.param == "etcd" else ""
 
     @asynccontextmanager
-    async def sqlite():
-        store = SqliteStore(tmp_path / "site.db")
+    async def opening():
+        store = await open_store(url, tmp_path / "site.db", "site/north")
         try:
             yield store
         finally:
             await store.close()
 
-    return sqlite
+    return opening
 
 
 def epochs(entries):
@@ -95,3 +97,19 @@ def test_reading_begins_with_the_latest_snapshot(opened):
             assert epochs(await store.read("other", GrantEntry)) == [7]
 
     asyncio.run(snapshots())
+
+
+def test_large_snapshots_are_whole(opened):
+    """More than etcd takes in one transaction."""
+    leases = tuple(SiteLease(f"{n:08x}", "onc", "held", (Grant(os.urandom(40).hex(), n),), n) for n in range(20_000))
+
+    async def snapshot():
+        async with opened() as store:
+            await store.append("leases", numbered(1))
+            await store.append("leases", [SiteState(leases, {}, 1, 1)], snapshot=True)
+            await store.append("leases", numbered(2))
+        async with opened() as store:
+            state, after = await store.read("leases", GrantEntry)
+            assert state.leases == leases and after.epoch == 2
+
+    asyncio.run(snapshot())
