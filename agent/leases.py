@@ -64,6 +64,7 @@ class SiteLeases:
         self._settled.set()
         self._wake = asyncio.Event()
         self._since_snapshot = 0
+        self._guarded: set[str] = set()  # leases under which something was started
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: set[EndProcesses | WarnProcesses] = set()
         self._binding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -132,6 +133,19 @@ class SiteLeases:
         async with lock:
             await self.durable()
             yield self.machine.require(lease_id, token)
+            self._guarded.add(lease_id)
+            self._guard(self.machine.leases[lease_id])
+
+    def _guard(self, lease: SiteLease) -> None:
+        """Tell the watchdog until when a lease's processes may live at most, whatever becomes of this agent."""
+        deadline = None
+        if lease.state == "active":
+            deadline = lease.deadline
+        elif lease.state == "ending":
+            deadline = min(lease.deadline, self._clock.now())
+        else:
+            self._guarded.discard(lease.id)
+        self._launcher.guard(mark_of(self.machine.site, lease.id), deadline)
 
     async def durable(self) -> None:
         """Wait until everything decided so far is durable: before it, nobody is told."""
@@ -182,6 +196,8 @@ class SiteLeases:
         for entry in decision.entries:
             if isinstance(entry, LeaseChanged):
                 self._changed(entry.lease)
+                if entry.lease.id in self._guarded:
+                    self._guard(entry.lease)
             elif isinstance(entry, CordonChanged):
                 self._changed(None)
         self._start(decision.effects)

@@ -108,6 +108,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def guard(self, mark: str, deadline: float | None) -> None:
+        """Have its processes killed at that time of CLOCK_BOOTTIME even if this agent cannot; None: no longer."""
+        ...
+
 
 class Dialler(Protocol):
     """Reaches sites; see `agent.links.SshDialler`, the real one."""

@@ -140,6 +140,15 @@ class Runs:
             for entry in entries:
                 run.apply(entry)
             self._live[run.id] = _Live(run, self._directory / run.id)
+            held = self._gangs.get(run.lease)
+            if run.is_over and held is not None and held.state not in life.FINAL:
+                tasks.create_task(self._give_back(run.lease))
+
+    async def _give_back(self, lease: str) -> None:
+        try:
+            await self._gangs.end(self._gangs.find(lease), "released")
+        except IbshellError as error:
+            log.info("lease %s: %s", lease, error)
 
     async def _record(self, live: _Live, entry: RunEntry) -> None:
         stream = f"run/{live.run.id}"
@@ -281,10 +290,7 @@ class Runs:
                 if self._links[site].is_up:
                     tasks.create_task(stop(self._links[site]))
         if live.run.lease:
-            try:
-                await self._gangs.end(self._gangs.find(live.run.lease), "released")
-            except IbshellError as error:
-                log.info("lease %s: %s", live.run.lease, error)
+            await self._give_back(live.run.lease)
         live.tell("ended", state=state, reason=reason)
 
     async def _lease(self, live: _Live) -> str:
@@ -314,11 +320,22 @@ class Runs:
             sites=plan.cohort,
             site_names=names,
             gpu_type=plan.gpu_type,
+            id=self._lease_id(run.id),
         )
         lease = await self._gangs.request(wanted)
         await self._record(live, RunLeased(lease.id, tuple(sorted(part.site for part in lease.parts))))
         live.tell("leased", lease=lease.id, sites=len(lease.parts), gpus=lease.gpus)
         return lease.id
+
+    def _lease_id(self, run: str) -> str:
+        """The same until that lease is over: a hub that died before it had noted the run's lease finds it again."""
+        number = 0
+        while True:
+            new = hashlib.sha256(f"{run}/{number}".encode()).hexdigest()[:8]
+            known = self._gangs.get(new)
+            if known is None or known.state not in life.FINAL:
+                return new
+            number += 1
 
     async def _round(self, live: _Live, lease: str) -> None:
         run, started = live.run, clock.now()

@@ -15,7 +15,7 @@ from agent import clock as real_clock
 from agent import files
 from agent.backoff import LAST_S, delay
 from agent.config import SiteConfig
-from agent.launchers import local as local_launcher
+from agent.launchers.launcher import LocalLauncher
 from agent.leases import SiteLeases
 from agent.ports import Clock, Launcher, Store
 from agent.probes import DeviceProbe
@@ -72,7 +72,7 @@ class SiteAgent:
         probe: finds the site's devices.
         store: its durable entries; closed at the end.
         clock: the machine's.
-        launcher: ends and warns processes.
+        launcher: ends and warns processes; those on this machine where none is given.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SiteAgent:
         probe: DeviceProbe,
         store: Store,
         clock: Clock = real_clock,
-        launcher: Launcher = local_launcher,
+        launcher: Launcher | None = None,
     ) -> None:
         self.config = config
         self._state = directory / config.state
@@ -95,7 +95,9 @@ class SiteAgent:
         self._clock = clock
         self._chance = random.SystemRandom()  # spreads attempts to dial
         self._inventory = probe.snapshot()
-        self.leases = SiteLeases(config.name, self._inventory, config.policy, store, self._changed, clock, launcher)
+        self.leases = SiteLeases(
+            config.name, self._inventory, config.policy, store, self._changed, clock, launcher or LocalLauncher()
+        )
         peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
         self._rounds = SiteRounds(
             SitePolicy(config.name, self.identity.public, peers, config.minimum_cohort),

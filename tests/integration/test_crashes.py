@@ -1,5 +1,6 @@
 """kill -9 of hub and sites at any moment of leasing: no device twice, none lost, and the listing tells the truth."""
 
+import os
 import random
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from agent.launchers.local import scan
 from fedpool.errors import IbshellError
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted, RunView
 
@@ -60,7 +62,7 @@ def test_kill_9_at_any_moment(make_pool, seed):
             if lease["state"] == "active":
                 with pool.connect() as hub:
                     hub.call("lease.release", ById(lease["id"]), LeaseView)
-        assert all(leases == [""] for leases in truth(pool).values())
+        assert all(leases == [""] for leases in truth(pool).values()), pool.rows("lease")
 
 
 def all_up(pool, sites=3):
@@ -93,7 +95,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind(pool):
             pool.cli("lease", "release", pool.rows("lease")[-1]["id"])
         pool.until(lambda: settled(pool))
         assert not [row for row in pool.rows("lease") if row["state"] == "active"], f"step {step}: {err}"
-        assert all(leases == [""] for leases in truth(pool).values())
+        assert all(leases == [""] for leases in truth(pool).values()), pool.rows("lease")
 
 
 def test_two_gangs_for_everything_get_it_one_at_a_time(make_pool):
@@ -139,8 +141,27 @@ def test_a_run_survives_kill_9_of_anybody_at_any_moment(make_pool, seed):
     pool.cli("fed", "show", run, "--out", "result")
     assert np.allclose(load_file(pool.work / "result" / "model.safetensors")["w"], 0.25 * 8, atol=1e-4)
     pool.until(lambda: settled(pool))
-    assert all(leases == [""] for leases in truth(pool).values())
+    assert all(leases == [""] for leases in truth(pool).values()), pool.rows("lease")
 
 
 def view(pool, run):
     return pool.ask("fed.show", ById(run), RunView)
+
+
+def test_a_lease_ends_in_time_while_the_agent_is_stopped(make_pool):
+    """SIGSTOP of the agent: its watchdog ends the programs; the devices are free once the agent has seen that."""
+    pool = make_pool(3)
+    plan = pool.plan({"sleep": 600}, sites=3, minimum_cohort=3, deadline="10m", lease="8s")
+    watching = pool.background("fed", "run", str(plan))
+    try:
+        pool.until(lambda: len(scan()) == 3)
+        agent = pool.processes()["site-01"]
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            pool.until(lambda: not any(mark.startswith("site-01/") for mark in scan()), 60)
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        pool.until(lambda: pool.json("status")["gpus_free"] == 6, 60)
+    finally:
+        watching.kill()
+        watching.communicate()

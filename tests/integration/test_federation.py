@@ -5,12 +5,12 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from agent.launchers.local import scan
 from fedpool.errors import IbshellError
 from fedpool.wire.messages import ById, RunView
 
@@ -165,8 +165,7 @@ def test_kill_9_of_a_training_program(pool):
     running = pool.background("fed", "run", str(pool.plan({"sleep": 0.3}, rounds=8)), "--out", "result")
     run = latest_run(pool)
     round_reached(pool, run, 2)
-    agent = pool.processes()["site-03"]
-    [child] = [int(pid) for path in Path(f"/proc/{agent}/task").glob("*/children") for pid in path.read_text().split()]
+    [(child, *_)] = [pids for mark, pids in scan().items() if mark.startswith("site-03/")]
     os.kill(child, signal.SIGKILL)
     out, err = running.communicate(timeout=90)
     assert running.returncode == 0, out + err

@@ -133,7 +133,7 @@ class SiteMachine(Machine):
         self.inventory = described.inventory()
         self.audit = SiteAudit(world, self.name, [device.uuid for device in self.inventory.devices()])
         self.jobs = []  # (mark, {uuid: thousandths})
-        self.stubborn_s = 0.0
+        self.guarded = {}  # mark -> when the watchdog ends what bears it
 
     def make(self, process):
         config = self.world.site_configs[self.name]
@@ -170,9 +170,21 @@ class SiteMachine(Machine):
 
     async def end(self, mark):
         while True:
-            await asyncio.sleep(self.chance.uniform(0.003, 0.02) + self.stubborn_s)
+            await asyncio.sleep(self.chance.uniform(0.003, 0.02))
             if not any(job[0] == mark for job in self.jobs):
                 return
+            self.jobs = [job for job in self.jobs if job[0] != mark]
+
+    def guard(self, mark, deadline):
+        if deadline is None:
+            self.guarded.pop(mark, None)
+            return
+        self.guarded[mark] = deadline
+        self.world.loop.outside(max(0.0, deadline - self.clock.now()) * 1.01 + 2.0, self.watch, mark, deadline)
+
+    def watch(self, mark, deadline):
+        """The watchdog, which lives whatever becomes of the agent."""
+        if self.guarded.get(mark) == deadline:
             self.jobs = [job for job in self.jobs if job[0] != mark]
 
     async def start_job(self, agent, lease_id, grants):

@@ -242,7 +242,6 @@ class World:
         for machine in self.machines():
             self.mend_disk(machine)
             machine.process.go_on()
-            machine.stubborn_s = 0.0
         self.loop.outside(HEALED_S, self.finish)
 
     def finish(self):
