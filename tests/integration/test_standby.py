@@ -56,6 +56,12 @@ def on_another_machine(pool, site):
         process.wait()
 
 
+def end(pool, pid, how):
+    [process] = [child for child in pool._children if child.pid == pid]
+    process.send_signal(how)
+    process.wait()
+
+
 def waited(condition):
     """Seconds until a condition holds."""
     started = time.monotonic()
@@ -79,7 +85,7 @@ def test_a_site_s_stand_by_takes_over(make_pool, make_etcd):
     stand_by = pool.start("site-01")
     time.sleep(2)
     assert epoch(pool, "site-01") == before, "there is one active agent"
-    os.kill(active, signal.SIGKILL)
+    end(pool, active, signal.SIGKILL)
     assert waited(lambda: epoch(pool, "site-01") > before) < TAKE_OVER_S
     assert state_of(pool, lease["id"]) == "active", "link loss is not job loss"
     assert pool.json("status")["gpus_free"] == 1
@@ -89,7 +95,7 @@ def test_a_site_s_stand_by_takes_over(make_pool, make_etcd):
     before = epoch(pool, "site-01")
     pool.start("site-01")
     time.sleep(2)
-    os.kill(stand_by, signal.SIGTERM)
+    end(pool, stand_by, signal.SIGTERM)
     assert waited(lambda: epoch(pool, "site-01") > before) < TAKE_OVER_S / 2
 
 
@@ -101,7 +107,7 @@ def test_a_hub_s_stand_by_takes_over(make_pool, make_etcd):
     held = pool.json("lease", "request", "-t", "a", "-g", "3")
     pool.start("hub")
     time.sleep(1)
-    os.kill(active, signal.SIGKILL)
+    end(pool, active, signal.SIGKILL)
     assert waited(lambda: state_of(pool, held["id"]) == "active" and len(pool.sites_up()) == 2) < TAKE_OVER_S
     assert len(pool.rows("lease")) == 1
     pool.cli("lease", "release", held["id"])
@@ -194,7 +200,7 @@ def test_members_are_cut_off(make_pool, make_etcd, need):
         pool = make_pool(1, start=False, reverse=lambda position: True)
         on_etcd(pool, cluster, "site")
         pool.start_all()
-        for client, peer in cluster.ports:
+        for client, peer in cluster.ports[:2]:
             cut(need, [client, peer])
             lease = pool.json("lease", "request", "-t", "a", "-g", "2")
             pool.cli("lease", "release", lease["id"])
