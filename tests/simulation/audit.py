@@ -4,8 +4,8 @@ import msgspec
 
 from fedpool.leasing import lease as life
 from fedpool.leasing.gang import LeaseRecorded
-from fedpool.leasing.grants import GrantEntry, LeaseChanged, LeasesForgotten, SiteState
-from fedpool.leasing.pool import PoolEntry
+from fedpool.leasing.grants import GrantEntry, LeaseChanged, LeasesForgotten, SiteGrants, SiteState
+from fedpool.leasing.pool import Pool, PoolEntry
 
 WHOLE = 1000
 _SITE = msgspec.json.Decoder(GrantEntry)
@@ -99,6 +99,8 @@ class SiteAudit:
                 elif isinstance(entry, LeasesForgotten):
                     for lease_id in entry.ids:
                         self.leases.pop(lease_id, None)
+                elif isinstance(entry, SiteState):
+                    self.leases = {lease.id: lease for lease in entry.leases}
 
 
 class HubAudit:
@@ -141,3 +143,23 @@ class HubAudit:
         lease = view.lease
         if lease.state not in self.states.get(lease.id, ()):
             raise Broken(f"a client was told that {lease.id} is {lease.state}; the hub's disk has never heard of it")
+
+
+def same_after_a_restart(fresh, machine, rows, decoder):
+    """What a restart would fold is, to the byte, what the running machine says it is."""
+    entries = [(decoder.decode(row.body), row.snapshot) for row in rows if row.stream == "leases"]
+    latest = max((number for number, (_, snapshot) in enumerate(entries) if snapshot), default=0)
+    for entry, _ in entries[latest:]:
+        fresh.apply(entry)
+    if msgspec.json.encode(fresh.state()) != msgspec.json.encode(machine.state()):
+        raise Broken(f"a restart would find another state: {fresh.state()} instead of {machine.state()}")
+
+
+def hub_restarts_to_the_same(world):
+    machine = world.hub.service.gangs.machine
+    same_after_a_restart(Pool(world.sites), machine, world.hub.disk.rows, _HUB)
+
+
+def site_restarts_to_the_same(site):
+    machine = site.service.leases.machine
+    same_after_a_restart(SiteGrants(site.name, site.inventory), machine, site.disk.rows, _SITE)

@@ -8,13 +8,15 @@ import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
+from agent import leases, pool_driver
 from agent.config import HubConfig, SiteConfig, SiteEntry
 from fedpool.leasing.pool import TenantSet
 from fedpool.records import Quota, Tenant
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.transport.identity import Identity, public_line
-from simulation.audit import Broken, HubAudit
+from simulation.audit import Broken, HubAudit, hub_restarts_to_the_same, site_restarts_to_the_same
 from simulation.clients import FINAL, Client
 from simulation.loop import Loop
 from simulation.machines import HubMachine, SiteMachine
@@ -129,6 +131,7 @@ class World:
         self.clients = [Client(self, n, 4) for n in range(number if clients is None else clients)]
         self.limits = {"tenant-0": 4} if chance.random() < 0.5 else {}
         self.hub_audit = HubAudit(self, self.limits)
+        self.snapshot_every = chance.choice([10, 100, 20_000])
 
     # --- what parts of the world ask of it
 
@@ -168,7 +171,11 @@ class World:
         level, quiet.level = quiet.level, logging.CRITICAL
         try:
             self.loop.outside(0.0, self.begin)
-            self.loop.run_forever()
+            with (
+                patch.object(leases, "SNAPSHOT_EVERY", self.snapshot_every),
+                patch.object(pool_driver, "SNAPSHOT_EVERY", self.snapshot_every),
+            ):
+                self.loop.run_forever()
         finally:
             logging.getLogger("fedpool.transport.peer").removeHandler(watcher)
             quiet.level = level
@@ -262,6 +269,9 @@ class World:
                     raise Broken(f"{lease.id} is still {lease.state} at {site.name}")
             if site.jobs:
                 raise Broken(f"jobs are left at {site.name}: {site.jobs}")
+        hub_restarts_to_the_same(self)
+        for site in self.sites.values():
+            site_restarts_to_the_same(site)
         machine = self.hub.service.gangs.machine
         machine.check()
         if machine.tenants.held:
