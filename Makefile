@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd')
 
-.PHONY: soak replay peers help demo test check bench venv format checked clean
+.PHONY: soak soak-sites replay peers help demo test check bench venv format checked clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -18,6 +18,9 @@ test: $(STAMP) ## every test a clone can run
 
 soak: $(STAMP) ## simulated worlds until Ctrl-C; a failing seed is printed with its smallest trace
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--from $(SEED))
+
+soak-sites: $(STAMP) ## 250, 500 and 1,000 simulated sites against one hub, the last for an hour (MINUTES=60): memory, load, latency
+	@$(BIN)/python tests/soak/sites.py --minutes $(or $(MINUTES),60) $(if $(SITES),--sites $(SITES))
 
 replay: $(STAMP) ## one simulated world again: make replay SEED=4711
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(SEED)

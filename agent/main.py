@@ -5,6 +5,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Coroutine
@@ -31,7 +32,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("hub", "run a hub"), ("site", "run a site's agent")):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--config", type=Path, required=True, help="its configuration, TOML")
+        several = {"action": "append"} if name == "site" else {}
+        words = "its configuration, TOML" + ("; several sites in one process where it is repeated" if several else "")
+        command.add_argument("--config", type=Path, required=True, help=words, **several)
         command.add_argument("--verbose", action="store_true", help="log debugging details too")
     key = commands.add_parser("key", help="make a key if there is none and print its public half")
     key.add_argument("--state", type=Path, default=Path(), help="the party's state directory")
@@ -62,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
         case "hub":
             return _serve(_hub(arguments.config), arguments.verbose)
         case _:
-            return _serve(_site(arguments.config), arguments.verbose)
+            return _serve(_sites(arguments.config), arguments.verbose)
 
 
 def _key(state: Path) -> int:
@@ -83,6 +86,12 @@ async def _hub(path: Path) -> None:
     config, directory = load(path, HubConfig), path.parent.resolve()
     store = await open_store(config.store, directory / config.state / "hub.db", f"hub/{config.name}")
     await Hub(config, directory, store).run()
+
+
+async def _sites(paths: list[Path]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for path in paths:
+            tasks.create_task(_site(path))
 
 
 async def _site(path: Path) -> None:
@@ -106,6 +115,8 @@ def _serve(service: Coroutine[Any, Any, None], verbose: bool) -> int:
     logging.getLogger("asyncssh").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     _keep_big_blocks()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a hub has two connections a site
     return asyncio.run(_until_signalled(service))
 
 

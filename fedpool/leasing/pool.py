@@ -43,9 +43,10 @@ from fedpool.units import format_duration
 
 RETRY_S = 1.0
 
-# A lease that is over is listed so long, and at most so many of them.
+# A lease that is over is listed so long, and at most so many of them, with at most so many parts in all.
 REMEMBER_S = 7 * 86400.0
 REMEMBER_MAX = 10_000
+REMEMBER_PARTS_MAX = 20_000
 
 
 class PoolState(msgspec.Struct, frozen=True, tag="pool.state"):
@@ -120,6 +121,7 @@ class Pool:
         self._placing: dict[str, tuple[Part, ...]] = {}
         # What sites have been asked to add to a lease and have not answered: (lease, site) -> who gets it and how much.
         self._growing: dict[tuple[str, str], tuple[str, Part]] = {}
+        self._over_parts = 0
         self._over: dict[str, float] = {}  # when they ended, the earliest first
         for name in sites:
             self.capacity.add(name)
@@ -133,8 +135,9 @@ class Pool:
                 self._put(entry)
             case LeasesForgotten():
                 for lease_id in entry.ids:
-                    del self.gangs[lease_id]
-                    self._over.pop(lease_id, None)
+                    gone = self.gangs.pop(lease_id)
+                    if self._over.pop(lease_id, None) is not None:
+                        self._over_parts -= len(gone.lease.parts)
             case TenantRecorded() | TenantRemoved():
                 self.tenants.apply(entry)
                 self.queue.mark()
@@ -151,6 +154,7 @@ class Pool:
     def _restore(self, state: PoolState) -> None:
         for name in list(self.queue.waiting):
             self.queue.remove(name)
+        self._over_parts = 0
         for kept in (self.gangs, self.running, self._over, self._placing, self._growing):
             kept.clear()
         self.tenants.held.clear()
@@ -167,6 +171,7 @@ class Pool:
             gang = self.gangs[lease.id] = Gang(lease, self.term)
         gang.apply(entry)
         if lease.state in life.FINAL:
+            self._over_parts += len(lease.parts) if lease.id not in self._over else 0
             self._over[lease.id] = lease.ended
             for part in lease.parts:
                 self._settle_growth(lease.id, part.site)
@@ -375,13 +380,16 @@ class Pool:
 
     def _forget(self, now: float) -> list[PoolEntry]:
         """What has been over for long, in batches: a request that is repeated later finds nothing."""
-        surplus = len(self._over) - REMEMBER_MAX
+        leases, parts = len(self._over), self._over_parts
         found: list[str] = []
         for lease_id, ended in self._over.items():
-            if len(found) >= surplus and now < ended + REMEMBER_S:
+            if leases <= REMEMBER_MAX and parts <= REMEMBER_PARTS_MAX and now < ended + REMEMBER_S:
                 break
             found.append(lease_id)
-        return [LeasesForgotten(tuple(found))] if len(found) >= min(1000, REMEMBER_MAX // 10) else []
+            leases -= 1
+            parts -= len(self.gangs[lease_id].lease.parts)
+        enough = len(found) >= REMEMBER_MAX // 10 or self._over_parts - parts >= REMEMBER_PARTS_MAX // 10
+        return [LeasesForgotten(tuple(found))] if enough else []
 
     def _proposals(self, plan: Plan, now: float) -> Iterable[tuple[str, GangEvent]]:
         for lease_id, parts in plan.starts:

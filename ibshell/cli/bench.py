@@ -15,7 +15,7 @@ from ibshell.render import Column
 
 app = typer.Typer()
 
-BENCHES = ("secagg", "lease", "start")
+BENCHES = ("secagg", "lease", "planner", "start")
 COLUMNS = [
     Column("CASE", "case"),
     Column("VALUE", "value"),
