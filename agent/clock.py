@@ -1,5 +1,6 @@
 """The machine's clocks: CLOCK_BOOTTIME for everything that expires (it counts suspended time), the wall clock for people."""
 
+import functools
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+@functools.cache
 def boot() -> str:
     """An id of this boot: CLOCK_BOOTTIME readings compare only within one."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -143,7 +143,7 @@ class Task:
 
     async def kill(self) -> None:
         """End the program at once."""
-        await local.end(self._mark)
+        await local.end(self._mark, local.Scanner())
         if self._watch is not None:
             await self._watch
         if self._server is not None:

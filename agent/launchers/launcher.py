@@ -9,18 +9,19 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         self._watchdog = Watchdog()
+        self._scanner = local.Scanner()
 
     async def marks(self, site: str) -> list[str]:
         """See `Launcher.marks`."""
-        return await local.marks(site)
+        return sorted(mark for mark in await self._scanner.scan() if mark.startswith(f"{site}/"))
 
     async def warn(self, mark: str) -> None:
         """See `Launcher.warn`."""
-        await local.warn(mark)
+        await local.warn(mark, self._scanner)
 
     async def end(self, mark: str) -> None:
         """See `Launcher.end`."""
-        await local.end(mark)
+        await local.end(mark, self._scanner)
 
     def guard(self, mark: str, deadline: float | None) -> None:
         """See `Launcher.guard`."""

@@ -102,8 +102,9 @@ def scan() -> dict[str, list[int]]:
         if not entry.name.isdigit():
             continue
         try:
-            environment = Path(entry.path, "environ").read_bytes()
-            if Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            with open(f"{entry.path}/environ", "rb", buffering=0) as file:
+                environment = file.read()
+            if prefix not in environment or _is_dead(entry.path):
                 continue
         except OSError:
             continue  # ended meanwhile, or another user's
@@ -113,21 +114,39 @@ def scan() -> dict[str, list[int]]:
     return found
 
 
-async def marks(site: str) -> list[str]:
-    """See `Launcher.marks`."""
-    return sorted(mark for mark in await asyncio.to_thread(scan) if mark.startswith(f"{site}/"))
+def _is_dead(process: str) -> bool:
+    return Path(process, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-async def warn(mark: str) -> None:
+class Scanner:
+    """Scans shared by all who ask for one before it begins: whoever asks gets one that began after he asked."""
+
+    def __init__(self) -> None:
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[dict[str, list[int]]] | None = None
+
+    async def scan(self) -> dict[str, list[int]]:
+        """See `scan`."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._run())
+        return await asyncio.shield(self._next)
+
+    async def _run(self) -> dict[str, list[int]]:
+        async with self._one_at_a_time:
+            self._next = None
+            return await asyncio.to_thread(scan)
+
+
+async def warn(mark: str, scanner: Scanner) -> None:
     """Tell every process that bears a mark that its lease is about to end or shrink: SIGTERM, which it may catch."""
-    for pid in (await asyncio.to_thread(scan)).get(mark, []):
+    for pid in (await scanner.scan()).get(mark, []):
         try:
             os.kill(pid, signal.SIGTERM)
         except ProcessLookupError:
             continue
 
 
-async def end(mark: str, patience_s: float = 30.0) -> None:
+async def end(mark: str, scanner: Scanner, patience_s: float = 30.0) -> None:
     """Kill every process that bears a mark and return when none is left.
 
     Raises:
@@ -135,7 +154,7 @@ async def end(mark: str, patience_s: float = 30.0) -> None:
     """
     deadline = clock.now() + patience_s
     while True:
-        left = (await asyncio.to_thread(scan)).get(mark, [])
+        left = (await scanner.scan()).get(mark, [])
         if not left:
             return
         for pid in left:
