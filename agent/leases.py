@@ -40,7 +40,8 @@ class SiteLeases:
         inventory: its devices.
         limits: what the site allows.
         store: where entries go.
-        changed: told of every lease that changed and, with None, of every other change, after it is durable.
+        changed: told of every lease that changed and, with None, of every other change, after it is durable, and whether whoever
+            asked for it gets it as an answer.
         clock: the machine's.
         launcher: ends and warns processes.
     """
@@ -51,7 +52,7 @@ class SiteLeases:
         inventory: Inventory,
         limits: SiteLimits,
         store: Store,
-        changed: Callable[[SiteLease | None], None],
+        changed: Callable[[SiteLease | None, bool], None],
         clock: Clock,
         launcher: Launcher,
     ) -> None:
@@ -160,10 +161,10 @@ class SiteLeases:
     async def _step(self, event: GrantEvent) -> GrantDecision:
         await self._settle()
         decision = self.machine.step(event, self._clock.now())
-        await self._commit(decision)
+        await self._commit(decision, answered=not isinstance(event, Tick | ProcessesGone))
         return decision
 
-    async def _commit(self, decision: GrantDecision) -> None:
+    async def _commit(self, decision: GrantDecision, *, answered: bool = False) -> None:
         """Fold what was decided at once, so that the next decision builds on it; say and do nothing before it is durable."""
         machine = self.machine
         for entry in decision.entries:
@@ -176,7 +177,7 @@ class SiteLeases:
         except asyncio.CancelledError:  # who asked has hung up; what was decided stands and has its consequences
             self._begin(self._carry_on(machine, decision))
             raise
-        self._finish(machine, decision)
+        self._finish(machine, decision, answered=answered)
 
     async def _carry_on(self, machine: SiteGrants, decision: GrantDecision) -> None:
         try:
@@ -187,7 +188,7 @@ class SiteLeases:
         else:
             self._finish(machine, decision)
 
-    def _finish(self, machine: SiteGrants, decision: GrantDecision) -> None:
+    def _finish(self, machine: SiteGrants, decision: GrantDecision, *, answered: bool = False) -> None:
         """It is durable: say and do what follows from it."""
         self._since_snapshot += len(decision.entries)
         if self._since_snapshot >= SNAPSHOT_EVERY and machine is self.machine:
@@ -195,11 +196,11 @@ class SiteLeases:
             self._begin(self._snapshot())
         for entry in decision.entries:
             if isinstance(entry, LeaseChanged):
-                self._changed(entry.lease)
+                self._changed(entry.lease, answered)
                 if entry.lease.id in self._guarded:
                     self._guard(entry.lease)
             elif isinstance(entry, CordonChanged):
-                self._changed(None)
+                self._changed(None, False)
         self._start(decision.effects)
 
     async def _read_again(self, failed: SiteGrants) -> None:

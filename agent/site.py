@@ -211,7 +211,7 @@ class SiteAgent:
         finally:
             sink.close()
 
-    def _changed(self, lease: SiteLease | None) -> None:
+    def _changed(self, lease: SiteLease | None, answered: bool) -> None:
         if lease is None:
             for peer in self._hubs:
                 self._spawn(peer.notify("site.changed", Nothing()))
@@ -219,7 +219,7 @@ class SiteAgent:
         for run, task in list(self._tasks.items()):
             if task.wanted.lease == lease.id and lease.state != "active":
                 del self._tasks[run]
-        for peer in self._hubs:
+        for peer in () if answered else self._hubs:
             self._spawn(peer.notify("lease.changed", LeaseNotice(lease)))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

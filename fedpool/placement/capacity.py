@@ -97,6 +97,10 @@ class SitePicture:
         self._seen[lease.id] = lease.version
         self._seen.move_to_end(lease.id)
         known = self.leases.pop(lease.id, None)
+        if known is not None and lease.occupies and known.grants == lease.grants:
+            self.leases[lease.id] = lease  # nothing has come free and nothing has been taken
+            self.version += 1 if known.tenant != lease.tenant else 0
+            return set()
         touched = {self._use(old.uuid, -old.milli) for old in known.grants} if known else set()
         if lease.occupies:
             self.leases[lease.id] = lease

@@ -4,12 +4,24 @@ The structure is walked before anything is built: a mebibyte of nested empty arr
 megabytes of objects.
 """
 
+import os
 import struct
+from types import ModuleType
 from typing import Any
 
 import msgpack
 
 from fedpool.errors import LocalProtocolError, PeerProtocolError
+from fedpool.wire import _walk_reference
+
+_kernel: ModuleType = _walk_reference
+if os.environ.get("IBSHELL_NO_EXTENSIONS") != "1":
+    try:
+        from fedpool.wire import _walk as _compiled
+
+        _kernel = _compiled
+    except ImportError:  # no compiler when it was installed; `ibshell doctor` says so
+        _kernel = _walk_reference
 
 # Specification constants.
 FRAME_BYTES_MAX = 1 << 20
@@ -84,77 +96,23 @@ def _parse(payload: bytes) -> dict[str, Any]:
     return frame
 
 
-# First byte -> (bytes of fixed content to skip, bytes of the length field, is a container, entries a length counts).
-_FIXED = {
-    0xC0: 0,
-    0xC2: 0,
-    0xC3: 0,
-    0xCA: 4,
-    0xCB: 8,
-    0xCC: 1,
-    0xCD: 2,
-    0xCE: 4,
-    0xCF: 8,
-    0xD0: 1,
-    0xD1: 2,
-    0xD2: 4,
-    0xD3: 8,
-}
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_ARRAYS = {0xDC: 2, 0xDD: 4}
-_MAPS = {0xDE: 2, 0xDF: 4}
-
-
 def _walk(payload: bytes) -> None:
     """Check depth, counts and completeness without building anything (msgpack specification, formats)."""
-    position, objects, end = 0, 0, len(payload)
-    pending = [1]  # objects still to come at each depth
-    while pending:
-        if pending[-1] == 0:
-            pending.pop()
-            continue
-        pending[-1] -= 1
-        objects += 1
-        if objects > OBJECTS_MAX:
+    found, value = _kernel.walk(payload, DEPTH_MAX, MAP_ENTRIES_MAX, ARRAY_ITEMS_MAX, OBJECTS_MAX)
+    match found:
+        case "":
+            return
+        case "many":
             raise PeerProtocolError(f"a control frame of more than {OBJECTS_MAX} objects")
-        if position >= end:
+        case "short":
             raise PeerProtocolError("a control frame ends inside an object")
-        first = payload[position]
-        position += 1
-        children = -1
-        if first <= 0x7F or first >= 0xE0:
-            continue
-        if 0xA0 <= first <= 0xBF:
-            position += first & 0x1F
-        elif first in _SIZED:
-            width = _SIZED[first]
-            position += width + int.from_bytes(payload[position : position + width], "big")
-        elif first in _FIXED:
-            position += _FIXED[first]
-        elif 0x90 <= first <= 0x9F:
-            children = first & 0x0F
-        elif 0x80 <= first <= 0x8F:
-            children = 2 * (first & 0x0F)
-        elif first in _ARRAYS:
-            width = _ARRAYS[first]
-            children = int.from_bytes(payload[position : position + width], "big")
-            if children > ARRAY_ITEMS_MAX:
-                raise PeerProtocolError(f"an array of {children} items; the limit is {ARRAY_ITEMS_MAX}")
-            position += width
-        elif first in _MAPS:
-            width = _MAPS[first]
-            entries = int.from_bytes(payload[position : position + width], "big")
-            if entries > MAP_ENTRIES_MAX:
-                raise PeerProtocolError(f"a map of {entries} entries; the limit is {MAP_ENTRIES_MAX}")
-            children = 2 * entries
-            position += width
-        else:
-            raise PeerProtocolError(f"a control frame holds an extension type or an unused code (0x{first:02x})")
-        if position > end:
-            raise PeerProtocolError("a control frame ends inside an object")
-        if children >= 0:
-            pending.append(children)
-            if len(pending) - 1 > DEPTH_MAX:
-                raise PeerProtocolError(f"a control frame nested more than {DEPTH_MAX} deep")
-    if position != end:
-        raise PeerProtocolError(f"{end - position} bytes after the end of a control frame's map")
+        case "array":
+            raise PeerProtocolError(f"an array of {value} items; the limit is {ARRAY_ITEMS_MAX}")
+        case "map":
+            raise PeerProtocolError(f"a map of {value} entries; the limit is {MAP_ENTRIES_MAX}")
+        case "code":
+            raise PeerProtocolError(f"a control frame holds an extension type or an unused code (0x{value:02x})")
+        case "deep":
+            raise PeerProtocolError(f"a control frame nested more than {DEPTH_MAX} deep")
+        case _:
+            raise PeerProtocolError(f"{value} bytes after the end of a control frame's map")
