@@ -19,6 +19,8 @@ _EXAMPLES = """examples:
   ibshell-agent hub --config hub.toml
   ibshell-agent site --config site.toml
   ibshell-agent key --state /var/lib/ibshell          make this party's key if there is none, and print its public half
+  ibshell-agent backup /var/lib/ibshell/site.db /backup/site-2026-12-01.db
+  ibshell-agent restore /backup/site-2026-12-01.db /var/lib/ibshell/site.db     stop the agent first
   ibshell-agent stdio --socket /run/ibshell/site.sock fedpool     behind sshd: bridge to the site agent
 """
 
@@ -43,6 +45,12 @@ def main() -> None:
         "--socket", type=Path, default=None, help="the agent's Unix socket (default: IBSHELL_AGENT_SOCKET)"
     )
     stdio.add_argument("subsystem", help="fedpool or fedpool-bulk")
+    backup = commands.add_parser("backup", help="copy an agent's database while it runs")
+    backup.add_argument("database", type=Path, help="hub.db or site.db in the agent's state directory")
+    backup.add_argument("copy", type=Path, help="the file to make")
+    restore = commands.add_parser("restore", help="put a copy in place of a database; its agent must be stopped")
+    restore.add_argument("copy", type=Path, help="made by backup")
+    restore.add_argument("database", type=Path, help="hub.db or site.db; what is there is put aside")
     arguments = parser.parse_args()
     try:
         sys.exit(_run(arguments))
@@ -62,6 +70,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
             socket = arguments.socket or Path(os.environ.get("IBSHELL_AGENT_SOCKET", "site.sock"))
             return asyncio.run(bridge(socket, arguments.subsystem))
+        case "backup":
+            from agent.store.copies import backup
+
+            print(f"{backup(arguments.database, arguments.copy)} entries in {arguments.copy}")
+            return 0
+        case "restore":
+            from agent.store.copies import restore
+
+            entries, aside = restore(arguments.copy, arguments.database)
+            print(f"{entries} entries in {arguments.database}{f'; the old file is {aside}' if aside else ''}")
+            return 0
         case "hub":
             return _serve(_hub(arguments.config), arguments.verbose)
         case _:

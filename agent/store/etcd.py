@@ -22,7 +22,7 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import aetcd
 import msgspec
@@ -34,15 +34,43 @@ from fedpool.step import Instant
 
 log = logging.getLogger(__name__)
 
-LEADER_TTL_S = 5
-KEEP_EVERY_S = 1.0
-RETRY_S = 0.2
-ASK_TIMEOUT_S = 2
 PIECE_BYTES = 900_000  # etcd refuses a request of more than 1.5 MiB
 PORT = 2379
 OPTIONS = {"grpc.max_receive_message_length": -1}
 
 Result = TypeVar("Result")
+
+
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long what takes, in seconds; in the address as `?ttl=5&renew=1&request=1&retry=0.2`.
+
+    Attributes:
+        ttl: of the leadership; what etcd stores decides, whatever a stand-by believes.
+        renew: how often it is renewed.
+        request: how long one member may take to answer.
+        retry: between two attempts.
+        margin: so much earlier than etcd a run counts its leadership as lost.
+    """
+
+    ttl: int = 5
+    renew: float = 1.0
+    request: float = 2.0
+    retry: float = 0.2
+    margin: float = 1.0
+
+    def check(self) -> None:
+        """Refuse what would let two be active at once.
+
+        Raises:
+            UsageError: a renewal that fails at the first attempt would come too late; the sum is told.
+        """
+        total = self.renew + self.request + self.retry
+        if min(self.ttl, self.renew, self.request, self.retry, self.margin) <= 0 or total >= self.ttl - self.margin:
+            raise UsageError(
+                f"renew {self.renew:g} + request {self.request:g} + retry {self.retry:g} = {total:g} s is not less than "
+                f"ttl {self.ttl:g} - margin {self.margin:g} = {self.ttl - self.margin:g} s",
+                "the active agent would still work when another one starts: choose a longer ttl or shorter times",
+            )
 
 
 class _Entry(msgspec.Struct, array_like=True):
@@ -72,8 +100,8 @@ class _Waiting:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-def parse(url: str) -> tuple[list[tuple[str, int]], str]:
-    """`etcd://HOST[:PORT][,HOST[:PORT]…][/PREFIX]` as ([(host, port)], prefix).
+def parse(url: str) -> tuple[list[tuple[str, int]], str, Timing]:
+    """`etcd://HOST[:PORT][,HOST[:PORT]…][/PREFIX][?ttl=…]` as ([(host, port)], prefix, timing).
 
     Raises:
         UsageError: it is none.
@@ -87,7 +115,12 @@ def parse(url: str) -> tuple[list[tuple[str, int]], str]:
                 f"store = {url!r} is no address", 'for example store = "etcd://10.0.0.1:2379,10.0.0.2:2379"'
             )
         members.append((host, int(port)))
-    return members, parts.path.strip("/")
+    try:
+        timing = msgspec.convert(dict(parse_qsl(parts.query, strict_parsing=bool(parts.query))), Timing, strict=False)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise UsageError(f"store = {url!r}: {error}", "it may name ttl, renew, request, retry, margin") from None
+    timing.check()
+    return members, parts.path.strip("/"), timing
 
 
 class EtcdStore:
@@ -101,7 +134,7 @@ class EtcdStore:
 
     def __init__(self, url: str, name: str, clock: Clock) -> None:
         self._url = url
-        self._members, prefix = parse(url)
+        self._members, prefix, self._timing = parse(url)
         self._prefix = f"{prefix or 'ibshell'}/{name}/"
         self._clock = clock
         self._run = secrets.token_hex(8)
@@ -137,7 +170,7 @@ class EtcdStore:
         for _ in range(len(self._members)):
             if self._client is None:
                 host, port = self._members[0]
-                self._client = aetcd.Client(host, port, timeout=ASK_TIMEOUT_S, options=OPTIONS)
+                self._client = aetcd.Client(host, port, timeout=self._timing.request, options=OPTIONS)
             try:
                 return await question(self._client)
             except ClientError as found:
@@ -158,7 +191,7 @@ class EtcdStore:
             if not said:
                 log.info("another agent of this name is active; standing by")
                 said = True
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._timing.retry)
         groups = await self._ask(lambda client: client.get_prefix(self._key("e/"), keys_only=True))
         self._number = max((int(kv.key.rpartition(b"/")[2]) for kv in groups), default=0)
         self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._write_all())]
@@ -167,7 +200,7 @@ class EtcdStore:
         asked = self._clock.now()
         try:
             if self._lease is None:
-                self._lease = await self._ask(lambda client: client.lease(LEADER_TTL_S))
+                self._lease = await self._ask(lambda client: client.lease(self._timing.ttl))
             lease = self._lease
 
             async def take(client: aetcd.Client) -> bool:
@@ -185,22 +218,25 @@ class EtcdStore:
         except StorageFailed as error:
             log.warning("%s", error)
             self._lease = None
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._timing.retry)
             return False
 
     async def _keep(self) -> None:
         """Keep the leadership; give up before etcd gives it to another."""
+        timing = self._timing
         while True:
-            await asyncio.sleep(KEEP_EVERY_S)
+            await asyncio.sleep(timing.renew)
             asked = self._clock.now()
-            if asked - self._kept > LEADER_TTL_S - KEEP_EVERY_S:
-                self._give_up("etcd has not answered for so long that another may be active now")
-                return
+            left = timing.ttl - timing.margin - (asked - self._kept)
             try:
-                answer = await self._ask(lambda client: client.refresh_lease(self._lease.id))
+                async with asyncio.timeout(max(0.0, left)):
+                    answer = await self._ask(lambda client: client.refresh_lease(self._lease.id))
             except StorageFailed as error:
                 log.warning("%s", error)
                 continue
+            except TimeoutError:
+                self._give_up("etcd has not answered for so long that another may be active now")
+                return
             if answer.TTL <= 0:
                 self._give_up("the leadership has lapsed")
                 return
@@ -329,7 +365,7 @@ class EtcdStore:
                 self._give_up("another has taken over")
             except StorageFailed as error:
                 log.warning("%s", error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._timing.retry)
         raise self._refusal("")
 
     # --- reading
@@ -395,7 +431,7 @@ class EtcdStore:
         """See `Store.close`; gives the leadership up, so that a stand-by need not wait."""
         waiting = [one.done for one in self._waiting]
         if waiting and not self._why_lost:
-            await asyncio.wait(waiting, timeout=LEADER_TTL_S)
+            await asyncio.wait(waiting, timeout=self._timing.ttl)
         for task in self._tasks:
             task.cancel()
         if self._lease is not None and not self._why_lost:

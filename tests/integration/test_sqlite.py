@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -197,3 +198,58 @@ def _release_all(pool):
             subprocess.run(
                 [*_ibshell(), "lease", "release", lease["id"]], capture_output=True, env=pool.environment, timeout=90
             )
+
+
+def agent(*words, status=0):
+    done = subprocess.run([sys.executable, "-m", "agent.main", *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_copy_taken_while_a_site_runs_is_put_back(make_pool, tmp_path):
+    """Leases of the copy come back, what was given since is not given again under the same tokens."""
+    pool = make_pool(1)
+    database, copy = pool.site_directory("site") / "site.db", tmp_path / "copy.db"
+    kept = pool.json("lease", "request", "-t", "a", "-g", "1")
+    assert "entries in" in agent("backup", database, copy)
+    assert "exists already" in agent("backup", database, copy, status=5)
+    later = pool.json("lease", "request", "-t", "b", "-g", "1")
+    token = later["parts"][0]["grants"][0]["token"]
+    assert "has" in agent("restore", copy, database, status=5), "the agent runs"
+    pool.stop("site", signal.SIGKILL)
+    database.write_bytes(os.urandom(100_000))
+    assert "the old file is" in agent("restore", copy, database)
+    pool.start("site")
+    pool.until(lambda: pool.sites_up() == {"site"})
+    states = pool.until(lambda: ended(pool, later["id"]))
+    assert states[kept["id"]] == "active" and states[later["id"]] == "failed", (
+        "the site no longer knows it, and says so"
+    )
+    again = pool.json("lease", "request", "-t", "c", "-g", "1")
+    assert again["parts"][0]["grants"][0]["token"] > token
+
+
+def ended(pool, lease):
+    states = {row["id"]: row["state"] for row in pool.rows("lease")}
+    return states if states[lease] not in ("active", "ending") else None
+
+
+def test_a_damaged_copy_is_not_put_back(path, tmp_path):
+    append(path, [ENTRY] * 200)
+    before = path.read_bytes()
+    bad = tmp_path / "bad.db"
+    bad.write_bytes(os.urandom(50_000))
+    assert "is damaged" in agent("restore", bad, path, status=1)
+    assert "no database" in agent("restore", tmp_path / "none.db", path, status=3)
+    assert path.read_bytes() == before
+
+
+def test_a_read_only_disk_is_said(small_disk):
+    path = small_disk / "site.db"
+    append(path, [ENTRY])
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    try:
+        with pytest.raises(StorageFailed, match="read-only"):
+            SqliteStore(path)
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
