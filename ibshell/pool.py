@@ -204,6 +204,9 @@ class LocalPool:
         running = self.processes()
         _end([pid for party, pid in running.items() if party != "hub"], signal.SIGTERM)
         _end([pid for party, pid in running.items() if party == "hub"], signal.SIGTERM)
+        for child in self._children:
+            if child.pid in running.values():
+                child.wait()  # it has ended; collect it
         self._reap()
         shutil.rmtree(self.sockets, ignore_errors=True)
         return sorted(running)

@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long what takes, in seconds; in the address as `?ttl=5&renew=1&request=1&retry=0.2`.
+    """How long what takes, in seconds; in the address as `?ttl=7&renew=0.5&request=1&retry=0.2`.
 
     Attributes:
         ttl: of the leadership; what etcd stores decides, whatever a stand-by believes.
@@ -52,11 +52,11 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         margin: so much earlier than etcd a run counts its leadership as lost.
     """
 
-    ttl: int = 5
-    renew: float = 1.0
-    request: float = 2.0
+    ttl: int = 7
+    renew: float = 0.5
+    request: float = 1.0
     retry: float = 0.2
-    margin: float = 1.0
+    margin: float = 0.5
 
     def check(self) -> None:
         """Refuse what would let two be active at once.
