@@ -26,9 +26,13 @@ if os.environ.get("IBSHELL_NO_EXTENSIONS") != "1":
 # Specification constants.
 FRAME_BYTES_MAX = 1 << 20
 DEPTH_MAX = 32
-MAP_ENTRIES_MAX = 65_536
 ARRAY_ITEMS_MAX = 65_536
 OBJECTS_MAX = 200_000
+# An answer that is too large for a frame travels in pieces; this bounds the whole.
+PIECE_BYTES = 512 * 1024
+WHOLE_BYTES_MAX = 32 << 20
+WHOLE_OBJECTS_MAX = 4_000_000
+WHOLE_ITEMS_MAX = 1_000_000
 
 _LENGTH = struct.Struct(">I")
 
@@ -83,33 +87,58 @@ def write(frame: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
+def cut(body: Any) -> list[bytes]:
+    """An answer's body in pieces, for one that no frame holds.
+
+    Raises:
+        LocalProtocolError: it would be over the limit the peer enforces.
+    """
+    whole: bytes = msgpack.packb(body)
+    if len(whole) > WHOLE_BYTES_MAX:
+        raise LocalProtocolError(f"an answer of {len(whole)} bytes; the limit is {WHOLE_BYTES_MAX}")
+    return [whole[at : at + PIECE_BYTES] for at in range(0, len(whole), PIECE_BYTES)]
+
+
+def join(pieces: list[bytes]) -> Any:
+    """The body that was cut into these pieces.
+
+    Raises:
+        PeerProtocolError: it is none.
+    """
+    whole = b"".join(pieces)
+    _walk(whole, WHOLE_ITEMS_MAX, WHOLE_OBJECTS_MAX)
+    return _unpack(whole, WHOLE_ITEMS_MAX)
+
+
 def _parse(payload: bytes) -> dict[str, Any]:
-    _walk(payload)
-    try:
-        frame = msgpack.unpackb(
-            payload, strict_map_key=True, max_map_len=MAP_ENTRIES_MAX, max_array_len=ARRAY_ITEMS_MAX
-        )
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise PeerProtocolError(f"a control frame is not valid msgpack: {error}") from None
+    _walk(payload, ARRAY_ITEMS_MAX, OBJECTS_MAX)
+    frame = _unpack(payload, ARRAY_ITEMS_MAX)
     if not isinstance(frame, dict):
         raise PeerProtocolError("a control frame is not a map")
     return frame
 
 
-def _walk(payload: bytes) -> None:
+def _unpack(payload: bytes, items_max: int) -> Any:
+    try:
+        return msgpack.unpackb(payload, strict_map_key=True, max_map_len=items_max, max_array_len=items_max)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise PeerProtocolError(f"a control frame is not valid msgpack: {error}") from None
+
+
+def _walk(payload: bytes, items_max: int, objects_max: int) -> None:
     """Check depth, counts and completeness without building anything (msgpack specification, formats)."""
-    found, value = _kernel.walk(payload, DEPTH_MAX, MAP_ENTRIES_MAX, ARRAY_ITEMS_MAX, OBJECTS_MAX)
+    found, value = _kernel.walk(payload, DEPTH_MAX, items_max, items_max, objects_max)
     match found:
         case "":
             return
         case "many":
-            raise PeerProtocolError(f"a control frame of more than {OBJECTS_MAX} objects")
+            raise PeerProtocolError(f"a control frame of more than {objects_max} objects")
         case "short":
             raise PeerProtocolError("a control frame ends inside an object")
         case "array":
-            raise PeerProtocolError(f"an array of {value} items; the limit is {ARRAY_ITEMS_MAX}")
+            raise PeerProtocolError(f"an array of {value} items; the limit is {items_max}")
         case "map":
-            raise PeerProtocolError(f"a map of {value} entries; the limit is {MAP_ENTRIES_MAX}")
+            raise PeerProtocolError(f"a map of {value} entries; the limit is {items_max}")
         case "code":
             raise PeerProtocolError(f"a control frame holds an extension type or an unused code (0x{value:02x})")
         case "deep":

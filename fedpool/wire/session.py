@@ -90,6 +90,7 @@ class _Frame(msgspec.Struct, frozen=True):
     error: dict[str, str] | None = None
     deadline_ms: float | None = None
     key: str = ""
+    pieces: int = 0
 
 
 def to_body(value: object) -> Any:
@@ -121,6 +122,7 @@ class Session:
         self._reader = frames.FrameReader()
         self._hello = Hello(VERSIONS, role, name)
         self._open: set[int] = set()
+        self._pieces: dict[int, list[bytes]] = {}  # of answers that travel in pieces
         self._next_id = 0
         self.peer: Hello | None = None
 
@@ -163,17 +165,37 @@ class Session:
                 if frame.id not in self._open:
                     return []  # cancelled or timed out here; the answer came all the same
                 self._open.discard(frame.id)
+                body = self._whole(frame)
                 error = None
                 if frame.error is not None:
                     e = frame.error
                     error = from_wire(e.get("code", "failed"), e.get("message", ""), e.get("hint", ""))
-                return [Response(frame.id, frame.body, error)]
+                return [Response(frame.id, body, error)]
+            case "piece":
+                self._take(frame)
+                return []
             case "event":
                 return [Notice(frame.method, frame.body)]
             case "cancel":
                 return [Cancelled(frame.id)]
             case _:
                 raise PeerProtocolError(f"a frame of unknown kind {frame.kind!r}")
+
+    def _take(self, frame: _Frame) -> None:
+        if frame.id not in self._open:
+            return  # cancelled or timed out here
+        if not isinstance(frame.body, bytes):
+            raise PeerProtocolError("a piece of an answer is not bytes")
+        self._pieces.setdefault(frame.id, []).append(frame.body)
+        size = sum(len(piece) for pieces in self._pieces.values() for piece in pieces)
+        if size > frames.WHOLE_BYTES_MAX:
+            raise PeerProtocolError(f"pieces of answers of {size} bytes; the limit is {frames.WHOLE_BYTES_MAX}")
+
+    def _whole(self, frame: _Frame) -> Any:
+        pieces = self._pieces.pop(frame.id, [])
+        if len(pieces) != frame.pieces:
+            raise PeerProtocolError(f"{len(pieces)} of {frame.pieces} pieces of an answer")
+        return frames.join(pieces) if pieces else frame.body
 
     def request(self, method: str, body: object, deadline_s: float | None = None, key: str = "") -> tuple[int, bytes]:
         """Make a request; returns its id and the bytes to send."""
@@ -186,8 +208,14 @@ class Session:
         return self._next_id, data
 
     def respond(self, request_id: int, body: object) -> bytes:
-        """Answer a request."""
-        return self._frame(kind="response", id=request_id, body=to_body(body))
+        """Answer a request; an answer too large for a frame travels in pieces before it."""
+        content = to_body(body)
+        try:
+            return self._frame(kind="response", id=request_id, body=content)
+        except LocalProtocolError:
+            pieces = frames.cut(content)
+        sent = [self._frame(kind="piece", id=request_id, body=piece) for piece in pieces]
+        return b"".join(sent) + self._frame(kind="response", id=request_id, pieces=len(pieces))
 
     def refuse(self, request_id: int, error: IbshellError) -> bytes:
         """Answer a request with an error."""
@@ -203,6 +231,7 @@ class Session:
         if request_id not in self._open:
             raise LocalProtocolError(f"request {request_id} is not open")
         self._open.discard(request_id)
+        self._pieces.pop(request_id, None)
         return self._frame(kind="cancel", id=request_id)
 
     @staticmethod

@@ -106,6 +106,35 @@ def test_an_answer_nobody_waits_for_is_dropped():
     assert one.receive(other.respond(request_id, ById("x"))) == []
 
 
+def test_an_answer_too_large_for_a_frame_travels_in_pieces():
+    one, other = pair()
+    request_id, data = one.request("gpu.list", ById("x"))
+    other.receive(data)
+    rows = [{"gpu": f"site:node{n}/0", "type": "h100", "uuid": "GPU-" + "0" * 36} for n in range(30_000)]
+    data = other.respond(request_id, rows)
+    assert len(data) > frames.FRAME_BYTES_MAX
+    events = [event for at in range(0, len(data), 100_000) for event in one.receive(data[at : at + 100_000])]
+    assert [event.body for event in events] == [rows]
+    assert one.receive(data) == [], "nobody waits for it any more, and nothing of it is kept"
+
+
+def test_pieces_are_bounded():
+    one, other = pair()
+    request_id, data = one.request("gpu.list", ById("x"))
+    other.receive(data)
+    piece = frames.write({"v": 1, "kind": "piece", "id": request_id, "body": bytes(frames.PIECE_BYTES)})
+    with pytest.raises(PeerProtocolError, match="pieces of answers"):
+        for _ in range(frames.WHOLE_BYTES_MAX // frames.PIECE_BYTES + 1):
+            one.receive(piece)
+    with pytest.raises(LocalProtocolError, match="an answer of"):
+        other.respond(request_id, [bytes(1 << 20)] * 33)
+    missing = frames.write({"v": 1, "kind": "response", "id": request_id, "pieces": 3})
+    one, other = pair()
+    other.receive(one.request("gpu.list", ById("x"))[1])
+    with pytest.raises(PeerProtocolError, match="0 of 3 pieces"):
+        one.receive(missing)
+
+
 def test_notices():
     one, other = pair()
     [notice] = other.receive(one.notify("lease.changed", ById("x")))
