@@ -81,6 +81,8 @@ class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         users: {name: public key} of those who may connect over SSH.
         site: the sites.
         store: `etcd://…` for a hub with stand-bys, "" for SQLite in `state`.
+        strict: whether a lease at a silent site counts until the site has confirmed that its processes are gone, however long
+            that takes; otherwise until its time is surely over there.
     """
 
     name: str
@@ -91,6 +93,7 @@ class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     users: dict[str, str] = {}
     site: list[SiteEntry] = []
     store: str = ""
+    strict: bool = False
 
 
 def load(path: Path, kind: type[Config]) -> Config:

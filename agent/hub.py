@@ -96,7 +96,7 @@ class Hub:
         chance = chance or random.SystemRandom()
         self.links: dict[str, links.SiteLink] = {}
         names = [entry.name for entry in config.site]
-        self.gangs = Gangs(store, self.links, names, self._lease_changed, clock, chance)
+        self.gangs = Gangs(store, self.links, names, self._lease_changed, clock, chance, config.strict)
         self.runs = Runs(self._store, self.gangs, self.links, self._state / "runs")
         for entry in config.site:
             self.links[entry.name] = links.SiteLink(

@@ -68,6 +68,7 @@ class PoolDriver:
         changed: told of every lease that took a new state, once that is durable.
         clock: the machine's.
         chance: makes ids.
+        strict: whether only a site's own word ends a lease there.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class PoolDriver:
         changed: Callable[[Lease], None],
         clock: Clock,
         chance: random.Random,
+        strict: bool = False,
     ) -> None:
         self.machine = Pool(sites)
         self.clock = clock
         self._chance = chance
+        self._strict = strict
         self._store = store
         self._links = links
         self._changed = changed
@@ -113,7 +116,8 @@ class PoolDriver:
         for decision in self.machine.interrupted(clock.now()):
             await self._commit(decision)
         tasks.create_task(self._keep_planning())
-        tasks.create_task(self._watch_silent())
+        if not self._strict:
+            tasks.create_task(self._watch_silent())
 
     def get(self, lease_id: str) -> Lease | None:
         """A lease by its whole id; None where there is none, or it is long over and forgotten."""

@@ -256,17 +256,25 @@ def _foresee(view: LeaseView, output: str | None, explain: bool) -> None:
 @app.command("list")
 def list_(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that are over.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it until Ctrl-C.")] = False,
     output: options.Output = None,
     strict: options.Strict = False,
 ) -> None:
     """List the leases that are not over.
 
-    Examples: ibshell lease list | ibshell lease list --all -o json
+    Examples: ibshell lease list | ibshell lease list --all -o json | ibshell lease list --watch -o ndjson
     """
-    answer = options.ask_listing("lease.list")
-    if not everything:
-        over = ("released", "expired", "revoked", "failed", "aborted")
-        answer["items"] = [item for item in answer["items"] if item["state"] not in over]
+
+    def ask() -> dict[str, Any]:
+        answer = options.ask_listing("lease.list")
+        if not everything:
+            over = ("released", "expired", "revoked", "failed", "aborted")
+            answer["items"] = [item for item in answer["items"] if item["state"] not in over]
+        return answer
+
+    if watch:
+        options.watch_listing(ask, COLUMNS, "id", output)
+    answer = ask()
     options.show_listing(answer, COLUMNS, "id", output, strict)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,7 @@ Output = Annotated[
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail when a site is missing from the answer.")]
 PARTIAL = 6
+WATCH_S = 1.0
 
 
 def hub() -> Connection:
@@ -90,3 +93,34 @@ def pick(answer: dict[str, Any], key: str, wanted: str, noun: str) -> dict[str, 
     near = difflib.get_close_matches(wanted, names, 1)
     hint = f"did you mean {near[0]}?" if near else f"ibshell {noun} list shows them"
     raise NotFound(f"no {noun} {wanted!r}", hint)
+
+
+def watch_listing(ask: Callable[[], dict[str, Any]], columns: Sequence[Any], name_key: str, output: str | None) -> None:
+    """Show a listing again and again until Ctrl-C: in place on a terminal, only what changed with `-o ndjson`."""
+    if output not in (None, "table", "wide", "ndjson"):
+        raise UsageError(f"--watch with -o {output}", "it shows a table, or changes with -o ndjson")
+    before: dict[str, Any] = {}
+    shown = ""
+    while True:
+        answer = ask()
+        if output == "ndjson":
+            now = {item[name_key]: item for item in answer["items"]}
+            changed = [item for name, item in now.items() if _lasting(item) != _lasting(before.get(name, {}))]
+            gone = [{name_key: name, "state": "gone"} for name in before if name not in now]
+            for item in (*changed, *gone):
+                render.write(msgspec.json.encode(item).decode() + "\n")
+            before = now
+        else:
+            text = render.listing(answer, columns, name_key, output, render.on_terminal())
+            if render.on_terminal():
+                render.write(f"\x1b[H\x1b[2J{text}")
+            elif text != shown:
+                render.write(text)
+            shown = text
+        sys.stdout.flush()
+        time.sleep(WATCH_S)
+
+
+def _lasting(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what changes by itself as time passes."""
+    return {key: value for key, value in item.items() if not key.endswith("_in_s")}

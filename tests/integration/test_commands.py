@@ -1,8 +1,10 @@
 """Commands against a real pool: what they print, how they exit, what they say when something is wrong."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -217,3 +219,25 @@ def test_a_missing_site_is_shown_not_hidden(pool):
     assert [error["site"] for error in pool.json("gpu", "list")["errors"]] == ["site-04"]
     pool.cli("gpu", "list", "--strict", status=6)
     assert pool.cli("doctor", status=9).stdout.count("fault") >= 1
+
+
+def test_a_listing_is_watched(pool):
+    """Changes as they come, one a line; Ctrl-C ends it."""
+    watching = pool.background("lease", "list", "--watch", "-o", "ndjson")
+    try:
+        time.sleep(1)
+        lease = pool.json("lease", "request", "-t", "a", "-g", "1")
+        seen = [json.loads(watching.stdout.readline())]
+        while seen[-1]["state"] != "active":
+            seen.append(json.loads(watching.stdout.readline()))
+        pool.cli("lease", "release", lease["id"])
+        while seen[-1]["state"] != "gone":
+            seen.append(json.loads(watching.stdout.readline()))
+        assert {row["id"] for row in seen} == {lease["id"]}
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=20)
+        assert watching.returncode == 130 and "Traceback" not in err
+    finally:
+        watching.kill()
+        watching.communicate()
+    assert "--watch with -o csv" in pool.cli("lease", "list", "--watch", "-o", "csv", status=2).stderr

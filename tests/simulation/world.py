@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
+
 from agent import leases, pool_driver
 from agent.config import HubConfig, SiteConfig, SiteEntry
 from fedpool.leasing.pool import TenantSet
@@ -114,6 +116,7 @@ class World:
         chance = self.chance("world")
         self.directory = parties()
         self.hub_config, self.site_configs = configurations()
+        self.hub_config = msgspec.structs.replace(self.hub_config, strict=chance.random() < 0.3)
         self.network = Network(self.loop, self.chance)
         self.network.weather = Weather(
             delay_s=chance.choice([0.002, 0.02, 0.2]),
