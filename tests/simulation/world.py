@@ -252,10 +252,14 @@ class World:
         for machine in self.machines():
             self.mend_disk(machine)
             machine.process.go_on()
+            machine.process.killed_at_step = 0
         self.loop.outside(HEALED_S, self.finish)
 
     def finish(self):
-        self.checked(self.check_the_end)
+        try:
+            self.check_the_end()
+        except Exception as error:  # whatever it is, this world is over
+            self.fail(error)
         self.loop.stop()
 
     def check_the_end(self):
