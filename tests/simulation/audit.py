@@ -89,8 +89,9 @@ class SiteAudit:
         return sum(len(lease.grants) - len(lease.leaving) for lease in live)
 
     def forget_volatile(self, rows):
-        """The disk has lost its latest rows: fold what is left; tokens that were given stay given."""
+        """The disk has lost its latest rows: fold what is left; tokens that were given stay given, renewals are forgotten."""
         self.leases = {}
+        self.spans = {}
         for row in rows:
             if row.stream == "leases":
                 entry = _SITE.decode(row.body)

@@ -116,7 +116,7 @@ class World:
         chance = self.chance("world")
         self.directory = parties()
         self.hub_config, self.site_configs = configurations()
-        self.hub_config = msgspec.structs.replace(self.hub_config, strict=chance.random() < 0.3)
+        self.hub_config = msgspec.structs.replace(self.hub_config, strict=self.chance("strict").random() < 0.3)
         self.network = Network(self.loop, self.chance)
         self.network.weather = Weather(
             delay_s=chance.choice([0.002, 0.02, 0.2]),
