@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+from agent.journal import Journal
 from agent.ports import Clock, Launcher, Store, instant
-from fedpool.errors import IbshellError, StorageFailed
+from fedpool.errors import IbshellError
 from fedpool.leasing.grants import (
     CordonChanged,
     EndProcesses,
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 STREAM = "leases"
 RETRY_S = 1.0
-SNAPSHOT_EVERY = 20_000  # entries
 SHORTEST_S = 0.001  # to sleep: the loop and the clock may differ a little
 
 
@@ -56,24 +56,26 @@ class SiteLeases:
         clock: Clock,
         launcher: Launcher,
     ) -> None:
-        self.machine = SiteGrants(site, inventory, limits)
+        machine = SiteGrants(site, inventory, limits)
+        self._journal = Journal(store, STREAM, GrantEntry, machine, _replaced, self._resumed, self._begin)
         self._store = store
         self._changed = changed
         self._clock = clock
         self._launcher = launcher
-        self._settled = asyncio.Event()  # clear while the entries are read again
-        self._settled.set()
         self._wake = asyncio.Event()
-        self._since_snapshot = 0
         self._guarded: set[str] = set()  # leases under which something was started
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: set[EndProcesses | WarnProcesses] = set()
         self._binding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
+    @property
+    def machine(self) -> SiteGrants:
+        """What decides."""
+        return self._journal.machine
+
     async def recover(self) -> None:
         """Read the entries back, end what a dead run of this agent left behind, then open for grants."""
-        for entry in await self._store.read(STREAM, GrantEntry):
-            self.machine.apply(entry)
+        await self._journal.recover()
         last = await self._store.last_written()
         await self._commit(Decision([self.machine.restarted(instant(self._clock), last)]))
         # A program does not outlive its agent: what is left of one belongs to a lease whose task must be started anew, or to
@@ -150,50 +152,23 @@ class SiteLeases:
 
     async def durable(self) -> None:
         """Wait until everything decided so far is durable: before it, nobody is told."""
-        await self._settle()
-        await self._store.append(STREAM, ())
-
-    async def _settle(self) -> None:
-        """Wait while the entries are read again."""
-        while not self._settled.is_set():
-            await self._settled.wait()
+        await self._journal.settle()
+        await self._journal.flushed()
 
     async def _step(self, event: GrantEvent) -> GrantDecision:
-        await self._settle()
+        await self._journal.settle()
         decision = self.machine.step(event, self._clock.now())
         await self._commit(decision, answered=not isinstance(event, Tick | ProcessesGone))
         return decision
 
     async def _commit(self, decision: GrantDecision, *, answered: bool = False) -> None:
         """Fold what was decided at once, so that the next decision builds on it; say and do nothing before it is durable."""
-        machine = self.machine
         for entry in decision.entries:
-            machine.apply(entry)
-        try:
-            await self._store.append(STREAM, decision.entries)
-        except StorageFailed:
-            await self._read_again(machine)
-            raise
-        except asyncio.CancelledError:  # who asked has hung up; what was decided stands and has its consequences
-            self._begin(self._carry_on(machine, decision))
-            raise
-        self._finish(machine, decision, answered=answered)
+            self.machine.apply(entry)
+        await self._journal.write(decision.entries, lambda awaited: self._finish(decision, answered and awaited))
 
-    async def _carry_on(self, machine: SiteGrants, decision: GrantDecision) -> None:
-        try:
-            await self._store.append(STREAM, ())
-        except StorageFailed as error:
-            log.error("what was decided could not be written: %s", error)
-            await self._read_again(machine)
-        else:
-            self._finish(machine, decision)
-
-    def _finish(self, machine: SiteGrants, decision: GrantDecision, *, answered: bool = False) -> None:
+    def _finish(self, decision: GrantDecision, answered: bool) -> None:
         """It is durable: say and do what follows from it."""
-        self._since_snapshot += len(decision.entries)
-        if self._since_snapshot >= SNAPSHOT_EVERY and machine is self.machine:
-            self._since_snapshot = 0
-            self._begin(self._snapshot())
         for entry in decision.entries:
             if isinstance(entry, LeaseChanged):
                 self._changed(entry.lease, answered)
@@ -203,26 +178,7 @@ class SiteLeases:
                 self._changed(None, False)
         self._start(decision.effects)
 
-    async def _read_again(self, failed: SiteGrants) -> None:
-        """What was decided last was not written: go back to what was."""
-        if self.machine is not failed or not self._settled.is_set():
-            return  # another failure of the same time sees to it
-        self._settled.clear()
-        try:
-            while True:
-                try:
-                    entries = await self._store.read(STREAM, GrantEntry)
-                    break
-                except StorageFailed as error:
-                    log.error("what was decided cannot be read again: %s", error)
-                    await asyncio.sleep(RETRY_S)
-            fresh = SiteGrants(failed.site, failed.inventory, failed.limits)
-            for entry in entries:
-                fresh.apply(entry)
-            fresh.recovering = failed.recovering
-            self.machine = fresh
-        finally:
-            self._settled.set()
+    def _resumed(self) -> None:
         self._wake.set()
 
     def _start(self, effects: Sequence[EndProcesses | WarnProcesses]) -> None:
@@ -236,16 +192,6 @@ class SiteLeases:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _snapshot(self) -> None:
-        """Let the next start begin here."""
-        await self._settle()
-        machine = self.machine
-        try:
-            await self._store.append(STREAM, [machine.state()], snapshot=True)
-        except StorageFailed as error:
-            log.error("no snapshot was written: %s", error)
-            await self._read_again(machine)
 
     async def _carry_out(self, effect: EndProcesses | WarnProcesses) -> None:
         try:
@@ -269,3 +215,11 @@ class SiteLeases:
             except IbshellError as error:
                 log.error("lease %s is not free yet: %s", effect.lease, error)
                 await asyncio.sleep(RETRY_S)
+
+
+def _replaced(failed: SiteGrants, entries: Iterable[GrantEntry]) -> SiteGrants:
+    fresh = SiteGrants(failed.site, failed.inventory, failed.limits)
+    for entry in entries:
+        fresh.apply(entry)
+    fresh.recovering = failed.recovering
+    return fresh

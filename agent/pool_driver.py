@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
+from agent.journal import Journal
 from agent.links import SiteLink
 from agent.ports import Clock, Store, instant
 from fedpool.errors import (
@@ -48,7 +49,6 @@ TERM_STREAM = "term"
 HOLD_TIMEOUT_S = 10.0
 SILENT_CHECK_S = 5.0
 REREAD_S = 1.0
-SNAPSHOT_EVERY = 20_000  # entries
 SHORTEST_S = 0.001  # to sleep: the loop and the clock may differ a little
 
 
@@ -81,20 +81,25 @@ class PoolDriver:
         chance: random.Random,
         strict: bool = False,
     ) -> None:
-        self.machine = Pool(sites)
+        self._journal = Journal(
+            store, STREAM, PoolEntry, Pool(sites), self._replaced, self._resumed, self._begin, REREAD_S
+        )
         self.clock = clock
         self._chance = chance
         self._strict = strict
         self._store = store
         self._links = links
         self._changed = changed
-        self._settled = asyncio.Event()  # clear while the decisions are read again
-        self._settled.set()
         self._watched: dict[str, list[asyncio.Event]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._plan_due = asyncio.Event()
         self._plan_at: float | None = None
-        self._since_snapshot = 0
+        self._resumed_asks: list[Ask] = []
+
+    @property
+    def machine(self) -> Pool:
+        """What decides."""
+        return self._journal.machine
 
     @property
     def term(self) -> int:
@@ -106,8 +111,7 @@ class PoolDriver:
         self._tasks = tasks
         clock = self.clock
         terms = await self._store.read(TERM_STREAM, TermBegan)
-        for entry in await self._store.read(STREAM, PoolEntry):
-            self.machine.apply(entry)
+        await self._journal.recover()
         shift = (await self._store.last_written()).shift(instant(clock))
         if shift:
             await self._commit(Decision([PoolRestarted(shift)]))
@@ -152,18 +156,13 @@ class PoolDriver:
 
     # --- driving the machine
 
-    async def _settle(self) -> None:
-        """Wait while the decisions are read again."""
-        while not self._settled.is_set():
-            await self._settled.wait()
-
     async def put(self, event: PoolEvent) -> None:
         """Put an event to the machine; what it decides is durable when this returns.
 
         Raises:
             IbshellError: it refuses, and nothing has changed.
         """
-        await self._settle()
+        await self._journal.settle()
         await self._commit(self.machine.step(event, self.clock.now()), event)
 
     async def _commit(self, decision: PoolDecision, event: PoolEvent | None = None) -> None:
@@ -178,31 +177,10 @@ class PoolDriver:
             if isinstance(entry, LeaseRecorded):
                 moved.add(entry.lease.id)
                 states += [entry.lease] if entry.lease.state != state else []
-        try:
-            await self._store.append(STREAM, decision.entries)
-        except StorageFailed:
-            await self._read_again(machine)
-            raise
-        except asyncio.CancelledError:  # who asked has hung up; what was decided stands and has its consequences
-            self._begin(self._carry_on(machine, decision, states, moved))
-            raise
-        self._finish(machine, decision, states, moved)
+        await self._journal.write(decision.entries, lambda _: self._finish(decision, states, moved))
 
-    async def _carry_on(self, machine: Pool, decision: PoolDecision, states: list[Lease], moved: set[str]) -> None:
-        try:
-            await self._store.append(STREAM, ())
-        except StorageFailed as error:
-            log.error("what was decided could not be written: %s", error)
-            await self._read_again(machine)
-        else:
-            self._finish(machine, decision, states, moved)
-
-    def _finish(self, machine: Pool, decision: PoolDecision, states: list[Lease], moved: set[str]) -> None:
+    def _finish(self, decision: PoolDecision, states: list[Lease], moved: set[str]) -> None:
         """It is durable: say and do what follows from it."""
-        self._since_snapshot += len(decision.entries)
-        if self._since_snapshot >= SNAPSHOT_EVERY and machine is self.machine:
-            self._since_snapshot = 0
-            self._begin(self._snapshot())
         for lease in states:
             self._changed(lease)
         for effect in decision.effects:
@@ -215,38 +193,16 @@ class PoolDriver:
             for watcher in self._watched.get(lease_id, ()):
                 watcher.set()
 
-    async def _snapshot(self) -> None:
-        """Let the next start begin here."""
-        await self._settle()
-        machine = self.machine
-        try:
-            await self._store.append(STREAM, [machine.state()], snapshot=True)
-        except StorageFailed as error:
-            log.error("no snapshot was written: %s", error)
-            await self._read_again(machine)
+    def _replaced(self, failed: Pool, entries: Iterable[PoolEntry]) -> Pool:
+        fresh = Pool(failed.capacity.sites, failed.capacity)
+        for entry in entries:
+            fresh.apply(entry)
+        self._resumed_asks = fresh.take_over(failed, self.clock.now())
+        return fresh
 
-    async def _read_again(self, failed: Pool) -> None:
-        """What was decided last was not written: go back to what was, and carry that on."""
-        if self.machine is not failed or not self._settled.is_set():
-            return  # another failure of the same time sees to it
-        self._settled.clear()
-        try:
-            while True:
-                await asyncio.sleep(
-                    REREAD_S
-                )  # whatever it is, it will not be over at once: nothing is decided meanwhile
-                try:
-                    entries = await self._store.read(STREAM, PoolEntry)
-                    break
-                except StorageFailed as error:
-                    log.error("what was decided cannot be read again: %s", error)
-            fresh = Pool(failed.capacity.sites, failed.capacity)
-            for entry in entries:
-                fresh.apply(entry)
-            asks = fresh.take_over(failed, self.clock.now())
-            self.machine = fresh
-        finally:
-            self._settled.set()
+    def _resumed(self) -> None:
+        """What was decided last was not written: carry on what was."""
+        asks, self._resumed_asks = self._resumed_asks, []
         for ask in asks:
             self._ask(ask)
         self._begin(self._ask_all())
@@ -262,9 +218,8 @@ class PoolDriver:
             if link.is_up:
                 try:
                     await link.describe()
-                except (
-                    IbshellError
-                ) as error:  # silent: it describes itself when it is back; unwritten: all are asked again
+                except IbshellError as error:
+                    # Silent: it describes itself when it is back. Unwritten: all are asked again.
                     log.info("%s: %s", link.name, error)
 
     async def _keep_planning(self) -> None:
@@ -361,15 +316,15 @@ class PoolDriver:
         Raises:
             StorageFailed: it will not be, and is taken back.
         """
-        if not self._settled.is_set():
+        if not self._journal.is_settled:
             raise StorageFailed("what was decided last could not be written and is taken back", "ask again")
-        await self._store.append(STREAM, ())
+        await self._journal.flushed()
 
     async def told(self, lease_id: str) -> Lease:
         """A lease as somebody may be told of it."""
-        await self._settle()
+        await self._journal.settle()
         lease = self._require(lease_id)
-        await self._store.append(STREAM, ())
+        await self._journal.flushed()
         return lease
 
     def _require(self, lease_id: str) -> Lease:

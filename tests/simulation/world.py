@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from agent import leases, pool_driver
+from agent import journal
 from agent.config import HubConfig, SiteConfig, SiteEntry
 from fedpool.leasing.pool import TenantSet
 from fedpool.records import Quota, Tenant
@@ -174,10 +174,7 @@ class World:
         level, quiet.level = quiet.level, logging.CRITICAL
         try:
             self.loop.outside(0.0, self.begin)
-            with (
-                patch.object(leases, "SNAPSHOT_EVERY", self.snapshot_every),
-                patch.object(pool_driver, "SNAPSHOT_EVERY", self.snapshot_every),
-            ):
+            with patch.object(journal, "SNAPSHOT_EVERY", self.snapshot_every):
                 self.loop.run_forever()
         finally:
             logging.getLogger("fedpool.transport.peer").removeHandler(watcher)
