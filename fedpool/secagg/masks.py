@@ -5,25 +5,17 @@ masked alone and in any order. Blocks are small enough that accumulator and keys
 every neighbour's mask is added. The loops are compiled (ext/fedpool/secagg/_masks.pyx) or, without a compiler, numpy.
 """
 
-import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 
+from fedpool import kernels
 from fedpool.secagg import _masks_reference, transcript
 
-_kernel: ModuleType = _masks_reference
-if os.environ.get("IBSHELL_NO_EXTENSIONS") != "1":
-    try:
-        from fedpool.secagg import _masks as _compiled
-
-        _kernel = _compiled
-    except ImportError:  # no compiler when it was installed; `ibshell doctor` says so
-        _kernel = _masks_reference
+_kernel = kernels.chosen(_masks_reference)
 
 Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]

@@ -4,24 +4,16 @@ The structure is walked before anything is built: a mebibyte of nested empty arr
 megabytes of objects.
 """
 
-import os
 import struct
-from types import ModuleType
 from typing import Any
 
 import msgpack
 
+from fedpool import kernels
 from fedpool.errors import LocalProtocolError, PeerProtocolError
 from fedpool.wire import _walk_reference
 
-_kernel: ModuleType = _walk_reference
-if os.environ.get("IBSHELL_NO_EXTENSIONS") != "1":
-    try:
-        from fedpool.wire import _walk as _compiled
-
-        _kernel = _compiled
-    except ImportError:  # no compiler when it was installed; `ibshell doctor` says so
-        _kernel = _walk_reference
+_kernel = kernels.chosen(_walk_reference)
 
 # Specification constants.
 FRAME_BYTES_MAX = 1 << 20
