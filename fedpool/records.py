@@ -85,6 +85,9 @@ class Inventory(msgspec.Struct, frozen=True):
 
 WHOLE_MILLI = 1000
 
+# How far a site's tokens jump when its agent restarts: whoever sees such a jump knows that it has.
+EPOCH_JUMP = 1000
+
 
 class Shape(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which devices will do, at one site.

@@ -36,8 +36,7 @@ from fedpool.leasing.requests import (
     Uncordon,
 )
 from fedpool.placement import policies
-from fedpool.placement.capacity import EPOCH_JUMP
-from fedpool.records import WHOLE_MILLI, Device, Grant, Inventory, Shape, SiteLease
+from fedpool.records import EPOCH_JUMP, WHOLE_MILLI, Device, Grant, Inventory, Shape, SiteLease
 from fedpool.step import Decision, Instant
 from fedpool.units import format_duration
 

@@ -11,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpool.placement import policies
-from fedpool.records import WHOLE_MILLI, Device, Inventory, Shape, SiteLease
+from fedpool.records import EPOCH_JUMP, WHOLE_MILLI, Device, Inventory, Shape, SiteLease
 
-# How far a site's epochs jump when its agent restarts.
-EPOCH_JUMP = 1000
 SEEN_MAX = 10_000  # leases that are over whose latest report is remembered, against reports that come late
 Counts = NDArray[np.int64]
 
@@ -44,9 +42,8 @@ class SitePicture:
         self._kinds: dict[str, str] = {}
         self.total: dict[str, int] = {}
         self.free: dict[str, int] = {}
-        self._seen: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # version of the latest report about a lease, those that are over included
+        # Version of the latest report about a lease, those that are over included.
+        self._seen: OrderedDict[str, int] = OrderedDict()
 
     def describe(
         self, inventory: Inventory, leases: Sequence[SiteLease], cordons: Mapping[str, str], epoch: int = 0

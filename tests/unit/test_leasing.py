@@ -7,7 +7,7 @@ import pytest
 
 from fedpool.errors import Insufficient, NotFound, Recovering, Refused, StaleToken, UsageError
 from fedpool.leasing import lease as life
-from fedpool.leasing.grants import EPOCH_JUMP, REMEMBER_S, EndProcesses, SiteGrants, SiteLimits, WarnProcesses
+from fedpool.leasing.grants import REMEMBER_S, EndProcesses, SiteGrants, SiteLimits, WarnProcesses
 from fedpool.leasing.requests import (
     Abort,
     Commit,
@@ -22,7 +22,7 @@ from fedpool.leasing.requests import (
     Transfer,
     Uncordon,
 )
-from fedpool.records import Gpu, Inventory, Node, Shape
+from fedpool.records import EPOCH_JUMP, Gpu, Inventory, Node, Shape
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.step import Instant
 
