@@ -253,6 +253,7 @@ class Gangs(PoolDriver):
 
         Raises:
             Refused: it is not elastic, or not active.
+            Insufficient: the sites have not so many; it has got what they have.
         """
         demand = lease.demand
         if not demand.gpus <= gpus <= demand.most:
@@ -264,8 +265,19 @@ class Gangs(PoolDriver):
         for position, part in enumerate(lease.parts):
             target[part.site] = left // (len(lease.parts) - position)
             left -= target[part.site]
-        await self.put(ForLease(lease.id, ResizeAsked(target, self.machine.queue.grace_s)))
-        return await self.wait(lease.id, "", 0.0)
+        changed = {part.site: target[part.site] for part in lease.parts if target[part.site] != part.gpus}
+        await self.put(ForLease(lease.id, ResizeAsked(changed, self.machine.queue.grace_s)))
+        growing = self.machine.queue.growing
+        lease = await self.wait_until(
+            lease.id, lambda _: not any((lease.id, site) in growing for site in changed), END_TIMEOUT_S
+        )
+        short = [part.site for part in lease.parts if part.gpus < changed.get(part.site, 0)]
+        if short and lease.state == "active":
+            raise Insufficient(
+                f"lease {lease.id} has {lease.gpus} of {gpus} devices: no more are free at {', '.join(short)}",
+                "it takes more by itself when they are",
+            )
+        return lease
 
     async def offer(self, lease: Lease, tenant: str) -> Lease:
         """Offer a lease to another tenant, or take the offer back ("")."""

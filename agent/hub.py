@@ -105,6 +105,7 @@ class Hub:
                 clock,
                 chance,
                 self.runs.source,
+                lambda: self.gangs.term,
                 self.gangs.site_up,
                 self.gangs.site_down,
                 self._site_notice,
@@ -200,14 +201,14 @@ class Hub:
         if notice.method == "lease.changed":
             assert self._tasks is not None
             lease = from_body(notice.body, LeaseNotice, notice.method).lease
-            self._tasks.create_task(self._take(link, self.gangs.site_changed(link, lease)))
+            self._tasks.create_task(self._take(link, lambda: self.gangs.site_changed(link, lease)))
         elif notice.method == "site.changed":
             assert self._tasks is not None
-            self._tasks.create_task(self._take(link, link.describe()))
+            self._tasks.create_task(self._take(link, link.describe))
 
-    async def _take(self, link: links.SiteLink, taking: Awaitable[None]) -> None:
+    async def _take(self, link: links.SiteLink, take: Callable[[], Awaitable[None]]) -> None:
         try:
-            await taking
+            await take()
         except IbshellError as error:  # the site says everything again when it is back
             log.error("what %s told: %s", link.name, error)
 

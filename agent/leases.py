@@ -20,7 +20,7 @@ from fedpool.leasing.grants import (
     SiteLimits,
     WarnProcesses,
 )
-from fedpool.leasing.requests import Cordon, GrantEvent, LeaseEvent, ProcessesGone, Tick, Uncordon
+from fedpool.leasing.requests import Cordon, GrantEvent, LeaseEvent, Obey, ProcessesGone, Tick, Uncordon
 from fedpool.names import mark_of
 from fedpool.records import Inventory, SiteLease
 from fedpool.step import Decision
@@ -124,6 +124,14 @@ class SiteLeases:
             IbshellError: see `SiteGrants.step`; nothing has changed.
         """
         await self._step(event)
+
+    async def obey(self, term: int) -> None:
+        """A hub has come: none of an earlier term is obeyed from now on.
+
+        Raises:
+            StaleToken: a later one has been here.
+        """
+        await self._step(Obey(term))
 
     @asynccontextmanager
     async def binding(self, lease_id: str, token: int) -> AsyncIterator[SiteLease]:

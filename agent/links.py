@@ -21,7 +21,7 @@ from fedpool.transport.bulk import BulkChannel, Source
 from fedpool.transport.identity import Identity, parse_public
 from fedpool.transport.peer import Answer, Peer
 from fedpool.transport.stream import Stream
-from fedpool.wire.messages import Nothing, SiteDescription
+from fedpool.wire.messages import DescriptionWanted, SiteDescription
 from fedpool.wire.session import Notice
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class SiteLink:
         clock: the machine's.
         chance: spreads attempts.
         source: finds objects the site fetches from the hub.
+        term: the hub's, which the site is told first: it obeys no earlier one from then on.
         up: told when the site has connected and described itself.
         down: told when it is silent.
         notice: takes what the site tells by itself.
@@ -87,6 +88,7 @@ class SiteLink:
         clock: Clock,
         chance: random.Random,
         source: Callable[[bytes], Awaitable[Source]],
+        term: Callable[[], int],
         up: Callable[[SiteLink], Awaitable[None]],
         down: Callable[[SiteLink], None],
         notice: Callable[[SiteLink, Notice], None],
@@ -103,6 +105,7 @@ class SiteLink:
         self.error: IbshellError = Unreachable(f"{entry.name} has not connected yet")
         self.negotiated: dict[str, str] = {}
         self._source = source
+        self._term = term
         self._up = up
         self._down = down
         self._notice = notice
@@ -180,7 +183,15 @@ class SiteLink:
             raise error from None
 
     async def _serve_control(self, stream: Stream) -> None:
-        peer = Peer(stream, "hub", "hub", notice=lambda notice: self._notice(self, notice))
+        early: list[Notice] = []
+
+        def noticed(notice: Notice) -> None:
+            if self._peer is peer:
+                self._notice(self, notice)
+            else:
+                early.append(notice)  # later than what the site says about itself, which is still on its way
+
+        peer = Peer(stream, "hub", "hub", notice=noticed)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(peer.run())
             hello = await peer.start()
@@ -189,7 +200,7 @@ class SiteLink:
                 raise PeerProtocolError(
                     f"{self.name} introduces itself as {hello.role} {hello.name}", "check its configuration"
                 )
-            description = await peer.call(DESCRIBE, Nothing(), SiteDescription)
+            description = await peer.call(DESCRIBE, DescriptionWanted(self._term()), SiteDescription)
             if description.identity != self.key:
                 peer.close()
                 raise NotAuthorised(f"{self.name} has another identity key than the hub's configuration names")
@@ -199,6 +210,8 @@ class SiteLink:
             self.since, self.seen = self._clock.now(), self._clock.wall()
             log.info("%s is up", self.name)
             await self._up(self)
+            for notice in early:
+                self._notice(self, notice)
             try:
                 await running
             finally:
@@ -248,7 +261,7 @@ class SiteLink:
             Unreachable: it is down; it does so when it is back.
         """
         async with self._describing:  # one after the other, so that the latest is the last
-            self.description = await self.call(DESCRIBE, Nothing(), SiteDescription)
+            self.description = await self.call(DESCRIBE, DescriptionWanted(self._term()), SiteDescription)
             await self._up(self)
 
     async def fetch(self, object_id: bytes, path: Path, patience_s: float = 30.0) -> None:

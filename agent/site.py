@@ -45,7 +45,15 @@ from fedpool.transport.bulk import BulkChannel
 from fedpool.transport.identity import Identity, parse_public
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream, Stream
-from fedpool.wire.messages import CordonState, LeaseNotice, Nothing, SiteDescription, TaskEnded, TaskWanted
+from fedpool.wire.messages import (
+    CordonState,
+    DescriptionWanted,
+    LeaseNotice,
+    Nothing,
+    SiteDescription,
+    TaskEnded,
+    TaskWanted,
+)
 from fedpool.wire.session import Request, from_body
 
 log = logging.getLogger(__name__)
@@ -219,7 +227,8 @@ class SiteAgent:
         for run, task in list(self._tasks.items()):
             if task.wanted.lease == lease.id and lease.state != "active":
                 del self._tasks[run]
-        for peer in () if answered else self._hubs:
+        # Who asked has its answer. While another hub is connected too, it may be the one that no longer matters.
+        for peer in () if answered and len(self._hubs) == 1 else self._hubs:
             self._spawn(peer.notify("lease.changed", LeaseNotice(lease)))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -241,8 +250,10 @@ class SiteAgent:
         body, method = request.body, request.method
         match method:
             case "site.describe":
-                await self.leases.durable()
-                return self._describe()
+                await self.leases.obey(from_body(body, DescriptionWanted, method).term)
+                description = self._describe()
+                await self.leases.durable()  # the hub builds on it
+                return description
             case "site.cordon":
                 await self.leases.cordon(from_body(body, Cordon, method))
                 return CordonState(self.config.name, self.leases.machine.cordons)
@@ -279,7 +290,7 @@ class SiteAgent:
             recovering=machine.recovering,
             epoch=machine.epoch,
             boottime=self._clock.now(),
-            cordons=machine.cordons,
+            cordons=dict(machine.cordons),
         )
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:

@@ -21,7 +21,7 @@ from agent import clock
 from fedpool.errors import IntegrityError, StorageFailed
 from fedpool.step import Instant
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _SNAPSHOTS = "CREATE TABLE snapshots (stream TEXT PRIMARY KEY, seq INTEGER NOT NULL) STRICT;"
 _SCHEMA = f"""

@@ -73,10 +73,17 @@ class NoticeAsked(msgspec.Struct, frozen=True):
 
 
 class ResizeAsked(msgspec.Struct, frozen=True):
-    """It is to have so many devices at each of these sites."""
+    """It is to have so many devices at each of these sites.
+
+    Attributes:
+        gpus: {site: how many}.
+        grace_s: how long the processes on those too many have.
+        versions: {site: version of the lease there on which this rests}; filled in by the pool.
+    """
 
     gpus: Mapping[str, int]
     grace_s: float
+    versions: Mapping[str, int] = {}
 
 
 class Renewed(msgspec.Struct, frozen=True):
@@ -456,7 +463,8 @@ class Gang:
         if self.lease.state != "active" or self.lease.notice:
             raise Refused(f"lease {self.lease.id} is {self.lease.notice or self.lease.state}: it cannot be resized")
         return tuple(
-            self._ask(site, Resize(self.lease.id, gpus, event.grace_s, self.term)) for site, gpus in event.gpus.items()
+            self._ask(site, Resize(self.lease.id, gpus, event.grace_s, self.term, event.versions[site]))
+            for site, gpus in event.gpus.items()
         )
 
 

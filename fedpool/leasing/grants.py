@@ -27,6 +27,7 @@ from fedpool.leasing.requests import (
     GrantEvent,
     Hold,
     Notify,
+    Obey,
     ProcessesGone,
     Release,
     Renew,
@@ -71,6 +72,12 @@ class CordonChanged(msgspec.Struct, frozen=True, tag="cordon.changed"):
     term: int
 
 
+class TermObeyed(msgspec.Struct, frozen=True, tag="term.obeyed"):
+    """A hub of this term has connected."""
+
+    term: int
+
+
 class Restarted(msgspec.Struct, frozen=True, tag="site.restarted"):
     """The agent started: epochs jump; after a reboot of the machine its clock began anew and deadlines shift with it."""
 
@@ -88,7 +95,7 @@ class SiteState(msgspec.Struct, frozen=True, tag="site.state"):
     term: int
 
 
-GrantEntry: TypeAlias = LeaseChanged | LeasesForgotten | CordonChanged | Restarted | SiteState
+GrantEntry: TypeAlias = LeaseChanged | LeasesForgotten | CordonChanged | TermObeyed | Restarted | SiteState
 
 
 class EndProcesses(msgspec.Struct, frozen=True):
@@ -165,6 +172,8 @@ class SiteGrants:
                     self.cordons.pop(entry.what, None)
                 else:
                     self.cordons[entry.what] = entry.reason
+            case TermObeyed():
+                self.term = max(self.term, entry.term)
             case Restarted():
                 self.epoch = max(self.epoch, entry.epoch)
                 if entry.shift_s:
@@ -287,6 +296,8 @@ class SiteGrants:
                 return self._release(event)
             case Cordon() | Uncordon():
                 return self._cordon(event)
+            case Obey():
+                return Decision(entries=(TermObeyed(event.term),) if event.term > self.term else ())
 
     def _find(self, lease_id: str) -> SiteLease:
         lease = self.leases.get(lease_id)
@@ -428,8 +439,11 @@ class SiteGrants:
         staying = [grant for grant in lease.grants if grant.uuid not in lease.leaving]
         if event.gpus < 1:
             raise UsageError(f"{event.gpus} devices at {self.site}", "release the lease to give back all of it")
-        if lease.state == "active" and event.gpus == len(staying):
-            return Decision(replies=(lease,))
+        if event.version != lease.version:
+            raise StaleToken(
+                f"a resize of lease {lease.id} as it was at version {event.version}; at {self.site} it is at {lease.version}",
+                "it has changed since; ask for its state and decide anew",
+            )
         if event.gpus < len(staying):
             # The latest go first: they were added to what the job began with.
             keep = sorted(staying, key=lambda grant: grant.token)[: event.gpus]
@@ -439,7 +453,14 @@ class SiteGrants:
             return self._change(moved, warning, term=event.term)
         if lease.notice or lease.next_tenant:
             raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice or 'it changes hands'}")
-        more = self._choose(lease.id, lease.shape, event.gpus - len(staying), kept=lease.grants)
+        if self.recovering:
+            raise Recovering(
+                f"{self.site} has just restarted and is reading its own state back", "try again in a moment"
+            )
+        try:
+            more = self._choose(lease.id, lease.shape, event.gpus - len(staying), kept=lease.grants)
+        except (Insufficient, Refused):
+            return self._change(self._moved(lease, "resize"), term=event.term)
         epoch = self.epoch + 1
         grants = (*lease.grants, *(Grant(device.uuid, epoch, lease.shape.milli) for device in more))
         return self._change(self._moved(lease, "resize", grants=grants), term=event.term, epoch=epoch)

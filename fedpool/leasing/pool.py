@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from fedpool.errors import Insufficient, NotFound, Refused, Unreachable, UsageError
+from fedpool.errors import Insufficient, NotFound, Refused, StaleToken, Unreachable, UsageError
 from fedpool.leasing import lease as life
 from fedpool.leasing.demand import nearest, require_known, require_sound
 from fedpool.leasing.gang import (
@@ -32,7 +32,7 @@ from fedpool.leasing.gang import (
     Unplaceable,
 )
 from fedpool.leasing.grants import LeasesForgotten
-from fedpool.leasing.queue import Plan, Queue
+from fedpool.leasing.queue import Growth, Plan, Queue
 from fedpool.leasing.requests import Resize
 from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants, Use, holders, in_words, require_quota
 from fedpool.names import NAME, RULE
@@ -117,10 +117,10 @@ class Pool:
         self.capacity = capacity or Capacity()
         self.tenants = Tenants()
         self.running: dict[str, Lease] = {}
-        self.queue = Queue(self.capacity, self.tenants, self.running)
         self._placing: dict[str, tuple[Part, ...]] = {}
-        # What sites have been asked to add to a lease and have not answered: (lease, site) -> who gets it and how much.
-        self._growing: dict[tuple[str, str], tuple[str, Part]] = {}
+        # What sites have been asked to add to a lease and have not answered.
+        self._growing: dict[tuple[str, str], Growth] = {}
+        self.queue = Queue(self.capacity, self.tenants, self.running, self._growing)
         self._over_parts = 0
         self._over: dict[str, float] = {}  # when they ended, the earliest first
         for name in sites:
@@ -209,9 +209,9 @@ class Pool:
                     for tenant in holders(lease):
                         key = (tenant, part.kind, part.site)
                         held[key] = held.get(key, 0) + part.gpus
-        for tenant, part in self._growing.values():
-            key = (tenant, part.kind, part.site)
-            held[key] = held.get(key, 0) + part.gpus
+        for growth in self._growing.values():
+            key = (growth.tenant, growth.part.kind, growth.part.site)
+            held[key] = held.get(key, 0) + growth.part.gpus
         for lease_id, parts in self._placing.items():
             for part in parts:
                 key = (self.gangs[lease_id].lease.tenant, part.kind, part.site)
@@ -303,13 +303,14 @@ class Pool:
         if isinstance(event, Accepted):
             self.tenants.require_room(gang.lease.offered_to, (part for part in gang.lease.parts if part.is_live))
         if isinstance(event, ResizeAsked):
-            self.tenants.require_room(gang.lease.tenant, _additions(gang.lease, event))
+            self._require_resizable(gang.lease, event)
+            event = msgspec.structs.replace(event, versions=self._versions(lease_id, event.gpus))
         decision = gang.step(event, now)
         if isinstance(event, ResizeAsked):
             for part in _additions(gang.lease, event):
                 self.tenants.count(gang.lease.tenant, part, part.gpus)
             self._grow(gang.lease, event)
-        self._grown(gang.lease, event)
+        self._grown(lease_id, event)
         if not gang.placing or any(e.lease.state not in ("requested", "queued") for e in decision.entries):
             self._unplace(lease_id)
         wake_at = decision.wake_at
@@ -323,31 +324,41 @@ class Pool:
             wake_at = now + RETRY_S
         return Decision(decision.entries, decision.replies, decision.effects, wake_at)
 
+    def _require_resizable(self, lease: Lease, event: ResizeAsked) -> None:
+        for site in event.gpus:
+            if lease.state == "active" and lease.id not in self.capacity.sites[site].leases:
+                raise Unreachable(f"{site} has not said yet what lease {lease.id} has there", "try again when it is up")
+            if (lease.id, site) in self._growing:
+                raise Refused(f"lease {lease.id} is growing at {site}", "try again in a moment")
+        self.tenants.require_room(lease.tenant, _additions(lease, event))
+
+    def _versions(self, lease_id: str, sites: Iterable[str]) -> dict[str, int]:
+        """As what the hub has seen a lease at sites; a site that has not said anything of it yet is left out."""
+        seen = {site: self.capacity.sites[site].leases.get(lease_id) for site in sites}
+        return {site: lease.version for site, lease in seen.items() if lease is not None}
+
     def _grow(self, lease: Lease, event: ResizeAsked) -> None:
         """What a lease is to get, and is counted as held already, until the site has answered."""
         for part in _additions(lease, event):
-            self._settle_growth(lease.id, part.site)
-            self._growing[lease.id, part.site] = (lease.tenant, part)
+            self._growing[lease.id, part.site] = Growth(lease.tenant, part, event.versions[part.site])
 
-    def _grown(self, lease: Lease, event: GangEvent) -> None:
+    def _grown(self, lease_id: str, event: GangEvent) -> None:
+        """A lease that is seen with a later version has grown or will not: a resize holds for one version."""
         match event:
-            case Reported() if (lease.id, event.site) in self._growing:
-                part = next((part for part in lease.parts if part.site == event.site), None)
-                more, report = self._growing[lease.id, event.site][1].gpus, event.lease
-                has = (
-                    len(report.grants) - len(report.leaving)
-                    if report is not None and report.state == "active"
-                    else None
-                )
-                if part is None or has is None or has >= part.gpus + more:
-                    self._settle_growth(lease.id, event.site)
-            case PartFailed() if isinstance(event.asked, Resize) and not isinstance(event.error, PASSING):
-                self._settle_growth(lease.id, event.site)
+            case Reported():
+                growth, report = self._growing.get((lease_id, event.site)), event.lease
+                if growth is not None and (report is None or report.version > growth.version):
+                    self._settle_growth(lease_id, event.site)
+            case PartFailed() if isinstance(event.asked, Resize):
+                if isinstance(event.error, StaleToken):
+                    self.queue.mark()  # decided on what has changed since: the report of it is here or on its way
+                elif isinstance(event.error, (Refused, NotFound, UsageError)) and not isinstance(event.error, PASSING):
+                    self._settle_growth(lease_id, event.site)
 
     def _settle_growth(self, lease_id: str, site: str) -> None:
-        tenant, part = self._growing.pop((lease_id, site), ("", None))
-        if part is not None:
-            self.tenants.count(tenant, part, -part.gpus)
+        growth = self._growing.pop((lease_id, site), None)
+        if growth is not None:
+            self.tenants.count(growth.tenant, growth.part, -growth.part.gpus)
             if self.capacity.settle(lease_id, site):
                 self.capacity.refresh(site)
 
@@ -401,11 +412,13 @@ class Pool:
                 yield lease_id, Unplaceable(self.why(lease, now), over)
         for victim in plan.notices:
             if victim.keep:
-                yield victim.lease, ResizeAsked(victim.keep, self.queue.grace_s)
+                versions = self._versions(victim.lease, victim.keep)
+                keep = {site: victim.keep[site] for site in versions}
+                yield victim.lease, ResizeAsked(keep, self.queue.grace_s, versions)
             else:
                 yield victim.lease, NoticeAsked(victim.reason, self.queue.grace_s)
         for lease_id, target in plan.growths:
-            yield lease_id, ResizeAsked(target, 0.0)
+            yield lease_id, ResizeAsked(target, 0.0, self._versions(lease_id, target))
 
     def _wake(self, now: float) -> float | None:
         """When time alone may change something for those that wait."""
@@ -463,6 +476,10 @@ class Pool:
             now: the clock.
         """
         self.term = failed.term
+        for (lease_id, site), growth in failed._growing.items():
+            if lease_id in self.running:
+                self._growing[lease_id, site] = growth
+                self.tenants.count(growth.tenant, growth.part, growth.part.gpus)
         asks: list[Ask] = []
         for lease_id, gang in self.gangs.items():
             gang.term = self.term

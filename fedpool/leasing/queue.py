@@ -14,7 +14,7 @@ The planner proposes; `pool.py` makes its proposals entries, and the sites have 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,21 @@ class Plan:
     unplaced: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Growth:
+    """What a site has been asked to add to a lease.
+
+    Attributes:
+        tenant: who gets it.
+        part: where, and how much more.
+        version: of the lease at the site, on which it rests; it is over when a later one is seen.
+    """
+
+    tenant: str
+    part: Part
+    version: int
+
+
 class Queue:
     """Requests that wait, and what may be done about them.
 
@@ -56,6 +71,7 @@ class Queue:
         capacity: the pool as the hub sees it.
         tenants: quotas and use.
         running: {id: lease that has devices}; kept by the caller.
+        growing: {(lease, site): what is on its way}; kept by the caller.
 
     Attributes:
         waiting: {id: lease that waits}.
@@ -63,11 +79,17 @@ class Queue:
     """
 
     def __init__(
-        self, capacity: Capacity, tenants: Tenants, running: dict[str, Lease], grace_s: float = GRACE_S
+        self,
+        capacity: Capacity,
+        tenants: Tenants,
+        running: dict[str, Lease],
+        growing: Mapping[tuple[str, str], Growth],
+        grace_s: float = GRACE_S,
     ) -> None:
         self.capacity = capacity
         self.tenants = tenants
         self.running = running
+        self.growing = growing
         self.grace_s = grace_s
         self.waiting: dict[str, Lease] = {}
         self.timeline = Timeline(capacity, (), 0.0)
@@ -304,6 +326,10 @@ class Queue:
             return {}
         more: dict[str, int] = {}
         for part in parts:
+            if (lease.id, part.site) in self.growing or (
+                part.state != "requested" and lease.id not in self.capacity.sites[part.site].leases
+            ):
+                continue  # one growth after the other, each resting on what the site last said
             row = self.capacity.row[part.site]
             room = int(timeline.bounded(lease.demand, column, lease.duration_s, lease.id)[row])
             room = min(room, missing, self._room(lease.tenant, part, more))

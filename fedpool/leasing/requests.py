@@ -51,12 +51,17 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
 
 
 class Resize(msgspec.Struct, frozen=True, tag="resize"):
-    """Let an active lease have `gpus` devices here: more are added at once, those too many are given back within `grace_s`."""
+    """Let an active lease have `gpus` devices here: more are added at once, those too many are given back within `grace_s`.
+
+    It is obeyed only while the lease is as the hub saw it when it decided, at `version`; granted or not, the lease has a later
+    one then. So of two resizes on their way, whatever way they come, one is obeyed, and the hub knows what became of both.
+    """
 
     lease: str
     gpus: int
     grace_s: float
     term: int
+    version: int
 
 
 class Notify(msgspec.Struct, frozen=True, tag="notify"):
@@ -99,6 +104,12 @@ class Uncordon(msgspec.Struct, frozen=True, tag="uncordon"):
     term: int
 
 
+class Obey(msgspec.Struct, frozen=True, tag="obey"):
+    """A hub of this term has connected: no earlier one is obeyed from now on."""
+
+    term: int
+
+
 class Tick(msgspec.Struct, frozen=True, tag="tick"):
     """Time has passed."""
 
@@ -111,5 +122,5 @@ class ProcessesGone(msgspec.Struct, frozen=True, tag="gone"):
 
 
 LeaseEvent: TypeAlias = Hold | Commit | Abort | Renew | Resize | Notify | Transfer | Release
-SiteEvent: TypeAlias = Cordon | Uncordon
+SiteEvent: TypeAlias = Cordon | Uncordon | Obey
 GrantEvent: TypeAlias = LeaseEvent | SiteEvent | Tick | ProcessesGone

@@ -249,6 +249,12 @@ class HubView(msgspec.Struct, frozen=True):
 # --- hub -> site ---------------------------------------------------------------------------------------------------------
 
 
+class DescriptionWanted(msgspec.Struct, frozen=True):
+    """site.describe: a hub of this term wants to know everything; the site obeys no earlier one from then on."""
+
+    term: int
+
+
 class SiteDescription(msgspec.Struct, frozen=True):
     """site.describe -> what the site has and who holds it.
 

@@ -3,6 +3,8 @@
 import hashlib
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -115,14 +117,24 @@ def _starts_in(at: str) -> float:
     return seconds
 
 
-def _ask(connection: Connection, wanted: LeaseWanted, key: str) -> LeaseView:
-    """Ask for a lease; Ctrl-C before the answer gives back whatever became of it."""
+class _Fate:
+    """What Ctrl-C does with a request that is not finished."""
+
+    waits = False  # it was answered and waits in the queue, as it was asked to
+
+
+@contextmanager
+def _interruptible(lease: str) -> Iterator[_Fate]:
+    """While its id has not been said nobody could give a lease back: Ctrl-C does, or says the id of one that waits."""
+    fate = _Fate()
     try:
-        return connection.call("lease.request", wanted, LeaseView, key=key)
+        yield fate
     except KeyboardInterrupt:
-        if not wanted.dry_run:
-            diagnostics.say(f"giving lease {wanted.id} back; Ctrl-C again leaves it: ibshell lease release {wanted.id}")
-            _give_back(wanted.id)
+        if fate.waits:
+            diagnostics.say(f"lease {lease} goes on waiting; ibshell lease show {lease}, ibshell lease release {lease}")
+        else:
+            diagnostics.say(f"giving lease {lease} back; Ctrl-C again leaves it: ibshell lease release {lease}")
+            _give_back(lease)
         raise
 
 
@@ -139,25 +151,18 @@ def _give_back(lease: str) -> None:
 
 
 def _follow(connection: Connection, view: LeaseView, wait_s: float | None) -> LeaseView:
-    """Wait until a lease no longer waits; Ctrl-C leaves it waiting and says how to come back."""
+    """Wait until a lease no longer waits."""
     # A little longer than the lease may wait: the hub's word on it comes first.
     until = None if wait_s is None else time.monotonic() + wait_s + 10.0
     said = ""
-    try:
-        while view.lease.state in ("requested", "queued", "held") and (until is None or time.monotonic() < until):
-            if view.waits_for != said:
-                said = view.waits_for
-                when = "" if view.starts_in_s is None else f"; at the earliest in {format_duration(view.starts_in_s)}"
-                diagnostics.say(f"lease {view.lease.id} waits, {view.ahead} before it: {said}{when}")
-            left = 10.0 if until is None else max(0.0, min(10.0, until - time.monotonic()))
-            asked = LeaseAwaited(view.lease.id, view.lease.state, left)
-            view = connection.call("lease.wait", asked, LeaseView)
-    except KeyboardInterrupt:
-        diagnostics.say(
-            f"lease {view.lease.id} goes on waiting; ibshell lease show {view.lease.id}, "
-            f"ibshell lease release {view.lease.id}"
-        )
-        raise
+    while view.lease.state in ("requested", "queued", "held") and (until is None or time.monotonic() < until):
+        if view.waits_for != said:
+            said = view.waits_for
+            when = "" if view.starts_in_s is None else f"; at the earliest in {format_duration(view.starts_in_s)}"
+            diagnostics.say(f"lease {view.lease.id} waits, {view.ahead} before it: {said}{when}")
+        left = 10.0 if until is None else max(0.0, min(10.0, until - time.monotonic()))
+        asked = LeaseAwaited(view.lease.id, view.lease.state, left)
+        view = connection.call("lease.wait", asked, LeaseView)
     return view
 
 
@@ -219,13 +224,15 @@ def request(
         else secrets.token_hex(4),
     )
     with options.hub() as connection:
-        view = _ask(connection, wanted, idempotency_key)
         if dry_run:
-            _foresee(view, output, explain)
+            _foresee(connection.call("lease.request", wanted, LeaseView), output, explain)
             return
-        if wait:
-            view = _follow(connection, view, wait_s)
-    _show(view, output)
+        with _interruptible(wanted.id) as fate:
+            view = connection.call("lease.request", wanted, LeaseView, key=idempotency_key)
+            if wait:
+                fate.waits = True
+                view = _follow(connection, view, wait_s)
+            _show(view, output)
     if output is None:
         diagnostics.say(
             f"next: ibshell lease renew {view.lease.id[:4]} --for 1h, ibshell lease release {view.lease.id[:4]}"

@@ -87,14 +87,15 @@ def settled(pool):
 def test_ctrl_c_at_any_moment_leaves_nothing_behind(pool):
     """Case 080: after SIGINT there is no lease, or one that is on its way to its end; lease list and sites agree."""
     for step in range(12):
-        asking = pool.background("lease", "request", "-t", "a", "-g", "8")
+        asking = pool.background("lease", "request", "-t", "a", "-g", "8", "-o", "name")
         time.sleep(0.12 + 0.015 * step)
         asking.send_signal(signal.SIGINT)
         out, err = asking.communicate(timeout=60)
         if out or asking.returncode == 0:  # it was done, and its id said, before it was interrupted
-            pool.cli("lease", "release", pool.rows("lease")[-1]["id"])
+            pool.cli("lease", "release", out.strip())
         pool.until(lambda: settled(pool))
-        assert not [row for row in pool.rows("lease") if row["state"] == "active"], f"step {step}: {err}"
+        left = [row for row in pool.rows("lease") if row["state"] == "active"]
+        assert not left, f"step {step} ended with {asking.returncode}, {out!r}, {err!r}: {left}"
         assert all(leases == [""] for leases in truth(pool).values()), pool.rows("lease")
 
 

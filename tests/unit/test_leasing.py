@@ -14,6 +14,7 @@ from fedpool.leasing.requests import (
     Cordon,
     Hold,
     Notify,
+    Obey,
     ProcessesGone,
     Release,
     Renew,
@@ -230,15 +231,45 @@ def test_a_lease_grows_at_once_and_shrinks_after_a_grace():
     machine = site()
     put(machine, Hold("a", "onc", 1, 10, 1))
     put(machine, Commit("a", 600, 1))
-    [grown] = put(machine, Resize("a", 3, 0, 1), 1).replies
+    first = machine.leases["a"].version
+    [grown] = put(machine, Resize("a", 3, 0, 1, first), 1).replies
     assert len(grown.grants) == 3 and grown.token == 2
-    assert not put(machine, Resize("a", 3, 0, 1), 1).entries, "asked again, done once"
-    [shrinking] = put(machine, Resize("a", 1, 30, 1), 2).replies
+    with pytest.raises(StaleToken, match="as it was at version"):
+        machine.step(Resize("a", 3, 0, 1, first), 1)
+    [shrinking] = put(machine, Resize("a", 1, 30, 1, grown.version), 2).replies
     assert len(shrinking.leaving) == 2 and len(machine.free()) == 1, "they are taken until the grace is over"
     [effect] = put(machine, Tick(), 32).effects
     assert effect == EndProcesses("a", shrinking.leaving)
     put(machine, ProcessesGone("a", shrinking.leaving), 33)
     assert len(machine.leases["a"].grants) == 1 and len(machine.free()) == 3
+
+
+def test_a_resize_that_cannot_be_is_over_all_the_same():
+    """Two resizes are on their way and the first is late: once the second has had its answer, the first is no longer obeyed."""
+    machine = site()
+    for lease, gpus in (("a", 1), ("b", 3)):
+        put(machine, Hold(lease, "onc", gpus, 10, 1))
+        put(machine, Commit(lease, 600, 1))
+    late = Resize("a", 2, 0, 1, machine.leases["a"].version)
+    [answer] = put(machine, late, 1).replies
+    assert len(answer.grants) == 1 and answer.version > late.version, "nothing is free"
+    put(machine, Release("b", 1), 2)
+    put(machine, ProcessesGone("b"), 3)
+    with pytest.raises(StaleToken):
+        machine.step(late, 4)
+    assert len(machine.leases["a"].grants) == 1
+
+
+def test_a_hub_that_has_connected_leaves_its_predecessor_nothing():
+    machine = site()
+    put(machine, Obey(2))
+    assert not machine.step(Obey(2), 1).entries, "once is enough"
+    for event in (Hold("a", "onc", 1, 10, 1), Cordon("", "mine", 1), Obey(1)):
+        with pytest.raises(StaleToken, match="an older hub"):
+            machine.step(event, 1)
+    again = SiteGrants(machine.site, machine.inventory)
+    again.apply(machine.state())
+    assert again.term == 2, "and it is not forgotten"
 
 
 def test_a_lease_changes_hands_when_the_old_holders_processes_are_gone():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fedpool.errors import IbshellError, NotFound, Refused, Unreachable, UsageError
+from fedpool.errors import IbshellError, NotFound, Refused, StaleToken, Unreachable, UsageError
 from fedpool.leasing.gang import EndAsked, PartFailed, Reported
 from fedpool.leasing.grants import SiteGrants
 from fedpool.leasing.pool import ForLease, PlanWanted, Pool, Submitted, TenantSet
@@ -263,6 +263,31 @@ def test_an_elastic_gang_grows_and_shrinks_while_it_is_active():
     assert 2 <= world.lease(elastic).gpus <= 5
     world.end(other)
     assert world.lease(elastic).gpus == 8, "what nobody waits for comes back"
+
+
+def test_what_a_lease_may_still_get_counts_until_its_site_has_said_what_became_of_it():
+    """A growth is lost on its way and asked for again; the first comes late. Neither the quota nor the lease has both."""
+    world = World(sites=1, gpus=4)
+    world.put(TenantSet(Tenant("a", quotas=(Quota("*", "*", 0, 4),))))
+    world.put(TenantSet(Tenant("b")))
+    other = world.ask(2, "b")
+    elastic = world.ask(2, gpus_max=3)
+    world.put(ForLease(other, EndAsked("released")))
+    world.deliver()
+    world.put(PlanWanted())
+    [late] = world.asks
+    world.asks.clear()
+    world.put(ForLease(elastic, PartFailed("s0", late.what, Unreachable("lost"))))
+    assert world.hub.tenants.holds("a", "*", "*") == 3, "it may have it"
+    world.put(PlanWanted())
+    assert [ask.what for ask in world.asks] == [late.what], "asked for again, not for more"
+    waits = world.ask(2, settle=False)
+    world.put(PlanWanted())
+    assert "holds 3 of at most 4" in world.hub.why(world.lease(waits), world.now)
+    world.settle()
+    assert world.lease(elastic).gpus == 3 and world.hub.tenants.holds("a", "*", "*") == 3
+    with pytest.raises(StaleToken):
+        world.at_site("s0", late.what)
 
 
 def test_nobody_waits_for_ever():
