@@ -1,18 +1,20 @@
 """Configuration files of site and hub: TOML, checked key by key; paths in them are relative to the file."""
 
-import tomllib
+import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from fedpool.errors import NotFound, UsageError
 from fedpool.leasing.grants import SiteLimits
 from fedpool.names import NAME, RULE
-from fedpool.sim.scenario import SimulatedSite
+from fedpool.sim.scenario import SimulatedSite, problems
+from fedpool.toml import TomlText
 from fedpool.transport.identity import parse_public
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=msgspec.Struct)
+MODES = ("dial", "reverse", "stdio")
 
 
 class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,47 +103,67 @@ def load(path: Path, kind: type[Config]) -> Config:
 
     Raises:
         NotFound: there is none.
-        UsageError: malformed; file and key are named.
+        UsageError: malformed; file, line and key are named.
     """
     try:
-        raw: dict[str, Any] = tomllib.loads(path.read_text())
+        toml = TomlText(path.read_text(), str(path))
     except FileNotFoundError:
         raise NotFound(f"no configuration at {path}", "ibshell up makes one; README shows one by hand") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
-    try:
-        config = msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{path}: {error}") from None
-    _check(config, path)
+    config = toml.convert(kind)
+    if isinstance(config, SiteConfig):
+        _check_site(toml, config)
+    elif isinstance(config, HubConfig):
+        _check_hub(toml, config)
     return config
 
 
-def _check(config: object, path: Path) -> None:
-    keys: dict[str, str] = {}
-    if isinstance(config, SiteConfig):
-        names = [config.name, *config.peers]
-        keys = {"hub_key": config.hub_key, **{f"peers.{name}": key for name, key in config.peers.items()}}
-        if not (config.listen or config.hub or config.socket):
-            raise UsageError(f"{path}: the hub has no way in", "set listen, or hub, or socket for ibshell-agent stdio")
-    else:
-        assert isinstance(config, HubConfig)
-        names = [config.name, *(site.name for site in config.site)]
-        keys = {f"users.{name}": key for name, key in config.users.items()}
-        for site in config.site:
-            keys[f"site {site.name}: key"] = site.key
-            if site.mode not in ("dial", "reverse", "stdio"):
-                raise UsageError(f"{path}: site {site.name}: mode = {site.mode!r}", "it may be dial, reverse or stdio")
-            if site.mode != "reverse" and not site.address:
-                raise UsageError(
-                    f"{path}: site {site.name}: mode {site.mode} needs an address", 'address = "host:port"'
-                )
-            if site.mode == "stdio":
-                keys[f"site {site.name}: host_key"] = site.host_key
-        if len({site.name for site in config.site}) < len(config.site):
-            raise UsageError(f"{path}: two sites have one name")
-    for name in names:
-        if not NAME.fullmatch(name):
-            raise UsageError(f"{path}: {name!r} is no name: {RULE}")
-    for where, key in keys.items():
-        parse_public(key, f"{path}: {where}")
+def _check_site(toml: TomlText, config: SiteConfig) -> None:
+    _check_name(toml, "name", config.name)
+    _check_key(toml, "hub_key", config.hub_key)
+    for name, key in config.peers.items():
+        _check_name(toml, name, name, "peers")
+        _check_key(toml, name, key, "peers")
+    if not (config.listen or config.hub or config.socket):
+        raise toml.wrong("", "the hub has no way in", "set listen, or hub, or socket for ibshell-agent stdio")
+    for key, problem, hint in problems(config.simulated):
+        raise toml.wrong(key, problem, hint, "simulated")
+    longest = config.policy.max_duration_s
+    if not 0 < longest < math.inf:
+        raise toml.wrong(
+            "max_duration_s", f"max_duration_s = {longest:g}: it may be any positive number of seconds", "", "policy"
+        )
+
+
+def _check_hub(toml: TomlText, config: HubConfig) -> None:
+    _check_name(toml, "name", config.name)
+    for name, key in config.users.items():
+        _check_key(toml, name, key, "users")
+    names: set[str] = set()
+    for number, site in enumerate(config.site):
+        _check_name(toml, "name", site.name, "site", number)
+        if site.name in names:
+            raise toml.wrong("name", f"it names the site {site.name!r} twice", "", "site", number)
+        names.add(site.name)
+        _check_key(toml, "key", site.key, "site", number)
+        if site.mode not in MODES:
+            raise toml.wrong("mode", f"mode = {site.mode!r}", f"it may be {', '.join(MODES)}", "site", number)
+        if site.mode != "reverse" and not site.address:
+            raise toml.wrong(
+                "mode", f"site {site.name}: mode {site.mode} needs an address", 'address = "host:port"', "site", number
+            )
+        if site.mode == "stdio":
+            _check_key(toml, "host_key", site.host_key, "site", number)
+
+
+def _check_name(toml: TomlText, key: str, name: str, table: str = "", number: int = 0) -> None:
+    if not NAME.fullmatch(name):
+        raise toml.wrong(key, f"{name!r} is no name: {RULE}", "", table, number)
+
+
+def _check_key(toml: TomlText, key: str, line: str, table: str = "", number: int = 0) -> None:
+    try:
+        parse_public(line, key)
+    except UsageError as error:
+        raise toml.wrong(key, error.message, error.hint, table, number) from None

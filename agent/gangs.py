@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from agent.links import SiteLink
 from agent.pool_driver import PoolDriver
 from fedpool.errors import (
     IbshellError,
@@ -26,10 +27,7 @@ from fedpool.leasing.gang import (
     Renewed,
     ResizeAsked,
 )
-from fedpool.leasing.pool import (
-    ForLease,
-    Submitted,
-)
+from fedpool.leasing.pool import Adopted, ForLease, Submitted
 from fedpool.leasing.requests import Renew
 from fedpool.names import require_id
 from fedpool.records import Demand, Lease, Part, Shape, SiteLease
@@ -184,6 +182,53 @@ class Gangs(PoolDriver):
             return await self.wait_until(lease_id, lambda found: found.state != state, wait_s)
         except TimedOut:
             return await self.told(lease_id)
+
+    async def adopt(self, prefix: str) -> Lease:
+        """Take in a lease that sites hold and the hub, whose state was lost, does not know.
+
+        Raises:
+            NotFound: no site has it, or several leases begin so.
+            Refused: it ends by itself, or a site that may have a part of it has not said yet what it has.
+        """
+        held = [(link, lease) for link in self._links.values() for lease in self._orphans(link, prefix)]
+        if not held:
+            raise NotFound(f"no lease {prefix}", "ibshell lease list shows them")
+        first = held[0][1]
+        if any(lease.id != first.id for _, lease in held):
+            raise NotFound(
+                f"{prefix} could be {', '.join(sorted({lease.id for _, lease in held}))}", "give more digits"
+            )
+        for link in self._links.values():
+            if link.description is None:
+                raise Refused(
+                    f"{link.name} has not said yet whether it has a part of {first.id}", "wait until it is up"
+                )
+        active = [(link, lease) for link, lease in held if lease.state == "active"]
+        if not active:
+            raise Refused(f"lease {first.id} is {first.state} and ends by itself")
+        left_s = []
+        for link, lease in active:
+            await link.describe()
+            assert link.description is not None
+            left_s.append(lease.deadline - link.description.boottime)
+        parts = tuple(self._part(link.name, lease) for link, lease in active)
+        now, gpus = self.clock.now(), sum(part.gpus for part in parts)
+        demand = Demand(gpus, shape=first.shape, site_names=tuple(part.site for part in parts))
+        adopted = Lease(
+            first.id, first.tenant, "active", demand, min(left_s), self.clock.wall(), parts, now, now, now + min(left_s),
+            attempt=max(lease.attempt for _, lease in active),
+        )  # fmt: skip
+        if first.id not in self.machine.gangs:
+            await self.put(Adopted(adopted))
+        return await self.told(first.id)
+
+    def _orphans(self, link: SiteLink, prefix: str) -> list[SiteLease]:
+        leases = self.machine.capacity.sites[link.name].leases.values()
+        return [lease for lease in leases if lease.id.startswith(prefix) and lease.id not in self.machine.gangs]
+
+    def _part(self, site: str, lease: SiteLease) -> Part:
+        kind = self.machine.capacity.sites[site].kind_of(lease.grants[0].uuid) or ""
+        return Part(site, len(lease.grants) - len(lease.leaving), "active", lease.grants, kind=kind)
 
     # --- changing one
 

@@ -124,6 +124,7 @@ class Hub:
             "lease.wait": (LeaseAwaited, self._lease_wait),
             "lease.renew": (LeaseRenewal, self._lease_renew),
             "lease.release": (ById, self._lease_release),
+            "lease.adopt": (ById, self._lease_adopt),
             "lease.revoke": (LeaseEnding, self._lease_revoke),
             "lease.resize": (LeaseSize, self._lease_resize),
             "lease.offer": (LeaseOffer, self._lease_offer),
@@ -271,7 +272,14 @@ class Hub:
         return self.gangs.view(await self.gangs.renew(self.gangs.find(wanted.id), wanted.duration_s))
 
     async def _lease_release(self, wanted: ById) -> object:
-        return self.gangs.view(await self.gangs.end(self.gangs.find(wanted.id), "released"))
+        try:
+            lease = self.gangs.find(wanted.id)
+        except NotFound:
+            lease = await self.gangs.adopt(wanted.id)
+        return self.gangs.view(await self.gangs.end(lease, "released"))
+
+    async def _lease_adopt(self, wanted: ById) -> object:
+        return self.gangs.view(await self.gangs.adopt(wanted.id))
 
     async def _lease_revoke(self, wanted: LeaseEnding) -> object:
         lease = self.gangs.find(wanted.id)

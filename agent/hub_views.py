@@ -1,6 +1,6 @@
 """What people see of the hub: rows and sums over what the sites last said, with what is missing and how old it is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from fedpool import __version__
 from fedpool.errors import NotFound
 from fedpool.leasing import lease as life
 from fedpool.leasing.demand import nearest
-from fedpool.records import SiteLease
+from fedpool.records import Device, Gpu, Grant, Node, SiteLease
 from fedpool.transport.identity import fingerprint
 from fedpool.wire.messages import Listing, SiteError, TenantView
 
@@ -41,10 +41,47 @@ def _as_of(gangs: Gangs, links: Mapping[str, SiteLink]) -> dict[str, str]:
     return {link.name: now if link.is_up else link.seen for link in links.values() if link.seen}
 
 
-def _holders(gangs: Gangs, link: SiteLink) -> dict[str, SiteLease]:
-    """{UUID: the lease that occupies it} at a site."""
-    leases = gangs.machine.capacity.sites[link.name].leases
-    return {grant.uuid: lease for lease in leases.values() for grant in lease.grants}
+class _Uses:
+    """Who has what of a site's devices, and what is cordoned."""
+
+    def __init__(self, gangs: Gangs, link: SiteLink) -> None:
+        assert link.description is not None
+        self._up = link.is_up
+        self._cordons = link.description.cordons
+        self._of: dict[str, list[tuple[SiteLease, Grant]]] = {}
+        for lease in gangs.machine.capacity.sites[link.name].leases.values():
+            for grant in lease.grants:
+                self._of.setdefault(grant.uuid, []).append((lease, grant))
+
+    def of(self, uuid: str) -> list[tuple[SiteLease, Grant]]:
+        """The leases on a device, with their part of it."""
+        return self._of.get(uuid, [])
+
+    def cordon(self, node: str, uuid: str = "") -> str:
+        """Why nothing new is granted on a node or device, or ""."""
+        return next((self._cordons[what] for what in (uuid, node, "") if what in self._cordons), "")
+
+    def is_free(self, node: str, gpu: Gpu) -> bool:
+        """Whether the whole card could be had: no part and no slice of it is used or cordoned."""
+        devices = (gpu.uuid, *(piece.uuid for piece in gpu.slices))
+        return self._up and not any(self.of(uuid) or self.cordon(node, uuid) for uuid in devices)
+
+    def free(self, nodes: Iterable[Node]) -> int:
+        """How many cards are free."""
+        return sum(self.is_free(node.name, gpu) for node in nodes for gpu in node.gpus)
+
+    def state(self, device: Device) -> str:
+        """free, cordoned, or the state of what is on it; unknown where the site is silent."""
+        if not self._up:
+            return "unknown"
+        states = [lease.state for lease, _ in self.of(device.uuid)]
+        return (
+            max(states, key=life.progress)
+            if states
+            else "cordoned"
+            if self.cordon(device.node, device.uuid)
+            else "free"
+        )
 
 
 def _described(links: Mapping[str, SiteLink]) -> Iterator[SiteLink]:
@@ -56,9 +93,8 @@ def status(pool: str, pid: int, uptime_s: float, links: Mapping[str, SiteLink], 
     total = free = 0
     for link in _described(links):
         assert link.description is not None
-        count = len(link.description.inventory.gpus())
-        total += count
-        free += count - len(_holders(gangs, link)) if link.is_up else 0
+        total += len(link.description.inventory.gpus())
+        free += _Uses(gangs, link).free(link.description.inventory.nodes)
     return PoolStatus(
         pool=pool,
         hub_pid=pid,
@@ -97,7 +133,7 @@ def sites(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "mode": link.entry.mode,
                 "nodes": len(d.inventory.nodes) if d else None,
                 "gpus": len(gpus) if d else None,
-                "gpus_free": (len(gpus) - len(_holders(gangs, link)) if link.is_up else 0) if d else None,
+                "gpus_free": _Uses(gangs, link).free(d.inventory.nodes) if d else None,
                 "types": ",".join(sorted({gpu.type for gpu in gpus})),
                 "since_s": round(gangs.clock.now() - link.since, 1),
                 "seen": link.seen,
@@ -118,50 +154,57 @@ def nodes(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
     items = []
     for link in _described(links):
         assert link.description is not None
-        holders = _holders(gangs, link)
+        uses = _Uses(gangs, link)
         for node in link.description.inventory.nodes:
-            used = sum(gpu.uuid in holders for gpu in node.gpus)
+            cordon = uses.cordon(node.name)
             items.append(
                 {
                     "node": f"{link.name}:{node.name}",
                     "site": link.name,
                     "leaf": node.leaf,
-                    "state": "up" if link.is_up else "unknown",
+                    "state": "unknown" if not link.is_up else "cordoned" if cordon else "up",
                     "gpus": len(node.gpus),
-                    "gpus_free": len(node.gpus) - used if link.is_up else 0,
+                    "gpus_free": uses.free([node]),
                     "type": ",".join(sorted({gpu.type for gpu in node.gpus})),
+                    "cordon": cordon,
                 }
             )
     return Listing(items, _missing(links), _as_of(gangs, links))
 
 
 def gpus(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
-    """One row a device."""
+    """One row a device: a card, or a slice of a card that is cut."""
     items = []
     for link in _described(links):
         assert link.description is not None
-        holders = _holders(gangs, link)
-        for node in link.description.inventory.nodes:
-            for gpu in node.gpus:
-                lease = holders.get(gpu.uuid)
-                state = "unknown" if not link.is_up else "free" if lease is None else lease.state
-                items.append(
-                    {
-                        "gpu": f"{link.name}:{node.name}/{gpu.index}",
-                        "type": gpu.type,
-                        "memory_bytes": gpu.memory_bytes,
-                        "state": state,
-                        "lease": lease.id if lease else "",
-                        "tenant": lease.tenant if lease else "",
-                        "site": link.name,
-                        "node": node.name,
-                        "index": gpu.index,
-                        "leaf": node.leaf,
-                        "nvlink_domain": gpu.nvlink_domain,
-                        "uuid": gpu.uuid,
-                        "token": next((g.token for g in lease.grants if g.uuid == gpu.uuid), None) if lease else None,
-                    }
-                )
+        uses = _Uses(gangs, link)
+        inventory = link.description.inventory
+        domains = {gpu.uuid: gpu.nvlink_domain for gpu in inventory.gpus()}
+        for device in inventory.devices():
+            on_it = uses.of(device.uuid)
+            items.append(
+                {
+                    "gpu": f"{link.name}:{device.node}/{device.label}",
+                    "type": device.kind,
+                    "memory_bytes": device.memory_bytes,
+                    "state": uses.state(device),
+                    "used_milli": sum(grant.milli for _, grant in on_it),
+                    "lease": ",".join(lease.id for lease, _ in on_it),
+                    "tenant": ",".join(dict.fromkeys(lease.tenant for lease, _ in on_it)),
+                    "site": link.name,
+                    "node": device.node,
+                    "index": int(device.label.partition(".")[0]),
+                    "leaf": device.leaf,
+                    "nvlink_domain": domains.get(device.uuid),
+                    "uuid": device.uuid,
+                    "token": max((grant.token for _, grant in on_it), default=None),
+                    "cordon": uses.cordon(device.node, device.uuid),
+                    "shares": [
+                        {"lease": lease.id, "tenant": lease.tenant, "milli": grant.milli, "token": grant.token}
+                        for lease, grant in on_it
+                    ],
+                }
+            )
     return Listing(items, _missing(links), _as_of(gangs, links))
 
 

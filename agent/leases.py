@@ -205,7 +205,7 @@ class SiteLeases:
         try:
             mark = mark_of(self.machine.site, effect.lease)
             if isinstance(effect, WarnProcesses):
-                await self._launcher.warn(mark)
+                await self._launcher.warn(mark, effect.devices)
             else:
                 await self._end(effect, mark)
         finally:
@@ -217,7 +217,7 @@ class SiteLeases:
             try:
                 lock = self._binding.setdefault(effect.lease, asyncio.Lock())
                 async with lock:  # what is being started under it is there to be ended
-                    await self._launcher.end(mark)
+                    await self._launcher.end(mark, effect.devices)
                 await self.step(ProcessesGone(effect.lease, effect.devices))
                 return
             except IbshellError as error:

@@ -29,6 +29,7 @@ from fedpool.leasing.gang import (
     Unconfirmed,
     surely_over,
 )
+from fedpool.leasing.grants import EPOCHS_A_SECOND
 from fedpool.leasing.pool import (
     ForLease,
     PlanWanted,
@@ -115,7 +116,9 @@ class PoolDriver:
         shift = (await self._store.last_written()).shift(instant(clock))
         if shift:
             await self._commit(Decision([PoolRestarted(shift)]))
-        self.machine.term = 1 + max((entry.term for entry in terms), default=0)
+        # Sites refuse a term before one they have obeyed. A hub whose database was lost or restored goes by the time of day.
+        last = max((entry.term for entry in terms), default=0)
+        self.machine.term = max(last + 1, int(clock.unix() * EPOCHS_A_SECOND))
         await self._store.append(TERM_STREAM, [TermBegan(self.term)])
         for decision in self.machine.interrupted(clock.now()):
             await self._commit(decision)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -96,12 +96,12 @@ class Launcher(Protocol):
         """The marks of all processes that run under leases of a site."""
         ...
 
-    async def warn(self, mark: str) -> None:
-        """Tell every process that bears a mark that its lease is about to end or to shrink."""
+    async def warn(self, mark: str, devices: Collection[str] = ()) -> None:
+        """Tell every process that bears a mark (and may use one of the devices) that its lease is about to end or to shrink."""
         ...
 
-    async def end(self, mark: str) -> None:
-        """Kill every process that bears a mark and return when none is left.
+    async def end(self, mark: str, devices: Collection[str] = ()) -> None:
+        """Kill every process that bears a mark (and may use one of the devices) and return when none is left.
 
         Raises:
             TimedOut: one does not die; the devices must stay occupied.

@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Task:
     Args:
         site: name of the site.
         wanted: what to start.
+        devices: UUIDs of the devices it is to use.
         directory: its own, private.
         socket: path of the Unix socket it is spoken to over.
         data: directory it gets as `{data}`.
@@ -39,13 +40,21 @@ class Task:
     """
 
     def __init__(
-        self, site: str, wanted: TaskWanted, directory: Path, socket: Path, data: str, check: UpdateCheck
+        self,
+        site: str,
+        wanted: TaskWanted,
+        devices: Sequence[str],
+        directory: Path,
+        socket: Path,
+        data: str,
+        check: UpdateCheck,
     ) -> None:
         self.wanted = wanted
         self.directory = directory
         self.failure = ""
         self._site = site
         self._mark = mark_of(site, wanted.lease)
+        self._devices = devices
         self._socket = socket
         self._data = data
         self._check = check
@@ -85,7 +94,7 @@ class Task:
                 "name one that is installed there, or a full path",
             )
         try:
-            self._program = await local.start(self._mark, argv, environment, self.directory)
+            self._program = await local.start(self._mark, self._devices, argv, environment, self.directory)
         except IbshellError:
             self._server.close()
             raise

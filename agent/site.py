@@ -295,7 +295,7 @@ class SiteAgent:
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:
         require_id(wanted.run, "run")
-        async with self.leases.binding(wanted.lease, wanted.token):
+        async with self.leases.binding(wanted.lease, wanted.token) as lease:
             current = self._tasks.get(wanted.run)
             if current is not None and not current.failure:
                 return Nothing()
@@ -303,7 +303,8 @@ class SiteAgent:
                 await current.kill()
             socket = self._runtime / f"t-{hashlib.sha256(f'{self.config.name}/{wanted.run}'.encode()).hexdigest()[:12]}"
             directory = self._state / "tasks" / wanted.run
-            task = Task(self.config.name, wanted, directory, socket, self._data, self._rounds.check_update)
+            devices = [grant.uuid for grant in lease.grants if grant.uuid not in lease.leaving]
+            task = Task(self.config.name, wanted, devices, directory, socket, self._data, self._rounds.check_update)
             await task.start()
             self._tasks[wanted.run] = task
             log.info("run %s: program %s started under lease %s", wanted.run, task.pid, wanted.lease)

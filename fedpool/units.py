@@ -4,11 +4,12 @@ import re
 
 from fedpool.errors import UsageError
 
+GIB = 2**30
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+    "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40,
 }  # fmt: skip
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)")
@@ -67,4 +68,4 @@ def format_size(size_bytes: float) -> str:
 
 def format_memory(size_bytes: int) -> str:
     """Print a device's memory in whole binary gigabytes: `80 GiB`."""
-    return f"{size_bytes / 2**30:.0f} GiB"
+    return f"{size_bytes / GIB:.0f} GiB"

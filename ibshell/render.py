@@ -36,6 +36,8 @@ def cell(key: str, value: Any) -> str:
         return format_duration(value)
     if key == "memory_bytes":
         return format_memory(value)
+    if key == "used_milli":
+        return f"{value / 10:g} %" if value else "-"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):

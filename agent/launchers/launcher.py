@@ -1,5 +1,7 @@
 """Finds, warns, watches and ends the processes of leases on this machine."""
 
+from collections.abc import Collection
+
 from agent.launchers import local
 from agent.launchers.watchdog import Watchdog
 
@@ -15,13 +17,13 @@ class LocalLauncher:
         """See `Launcher.marks`."""
         return sorted(mark for mark in await self._scanner.scan() if mark.startswith(f"{site}/"))
 
-    async def warn(self, mark: str) -> None:
+    async def warn(self, mark: str, devices: Collection[str] = ()) -> None:
         """See `Launcher.warn`."""
-        await local.warn(mark, self._scanner)
+        await local.warn(mark, self._scanner, devices)
 
-    async def end(self, mark: str) -> None:
+    async def end(self, mark: str, devices: Collection[str] = ()) -> None:
         """See `Launcher.end`."""
-        await local.end(mark, self._scanner)
+        await local.end(mark, self._scanner, devices)
 
     def guard(self, mark: str, deadline: float | None) -> None:
         """See `Launcher.guard`."""

@@ -2,20 +2,25 @@
 
 Every process carries a mark in its environment, which names site and lease (several sites may share a machine), and the kernel
 kills the child when the agent dies. Ending a lease kills each process that bears its mark, wherever it has wandered (its own
-session included), until a scan of /proc finds none: only then may the devices be given to somebody else.
+session included), until a scan of /proc finds none: only then may the devices be given to somebody else. A program is started with
+CUDA_VISIBLE_DEVICES, the UUIDs of its devices; where a lease gives back some of them, a process that names only others stays.
 """
 
 import asyncio
 import ctypes
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from agent import clock
 from fedpool.errors import ProgramFailed, TimedOut
 
 LEASE_VARIABLE = "IBSHELL_LEASE"
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+# {mark: {process that bears it: devices it sees, or None where it does not name them}}
+Marked: TypeAlias = dict[str, dict[int, frozenset[str] | None]]
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -66,8 +71,10 @@ def last_line(log: Path) -> str:
     return "".join(c if c.isprintable() else "?" for c in said[-1])[:300] if said else ""
 
 
-async def start(mark: str, argv: Sequence[str], environment: Mapping[str, str], directory: Path) -> Program:
-    """Start a program bound to a lease, its output going to `output.log` in its directory.
+async def start(
+    mark: str, devices: Sequence[str], argv: Sequence[str], environment: Mapping[str, str], directory: Path
+) -> Program:
+    """Start a program bound to a lease and to some of its devices, its output going to `output.log` in its directory.
 
     Raises:
         ProgramFailed: it cannot be started.
@@ -78,7 +85,7 @@ async def start(mark: str, argv: Sequence[str], environment: Mapping[str, str], 
             process = await asyncio.create_subprocess_exec(
                 *argv,
                 cwd=directory,
-                env={**environment, LEASE_VARIABLE: mark},
+                env={**environment, LEASE_VARIABLE: mark, DEVICES_VARIABLE: ",".join(devices)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -94,9 +101,9 @@ async def start(mark: str, argv: Sequence[str], environment: Mapping[str, str], 
     return Program(process, log, argv)
 
 
-def scan() -> dict[str, list[int]]:
-    """{mark: processes that bear it}, of this user (of everybody where the agent is root)."""
-    found: dict[str, list[int]] = {}
+def scan() -> Marked:
+    """The processes that bear marks, of this user (of everybody where the agent is root)."""
+    found: Marked = {}
     prefix = f"{LEASE_VARIABLE}=".encode()
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -108,10 +115,27 @@ def scan() -> dict[str, list[int]]:
                 continue
         except OSError:
             continue  # ended meanwhile, or another user's
-        for variable in environment.split(b"\0"):
+        variables = environment.split(b"\0")
+        for variable in variables:
             if variable.startswith(prefix):
-                found.setdefault(variable[len(prefix) :].decode(errors="replace"), []).append(int(entry.name))
+                mark = variable[len(prefix) :].decode(errors="replace")
+                found.setdefault(mark, {})[int(entry.name)] = _devices(variables)
     return found
+
+
+def _devices(variables: Sequence[bytes]) -> frozenset[str] | None:
+    """What a process sees; None where it may be any: positions on the node are no names."""
+    prefix = f"{DEVICES_VARIABLE}=".encode()
+    value = next((v[len(prefix) :].decode(errors="replace") for v in variables if v.startswith(prefix)), "")
+    named = value.split(",")
+    return frozenset(named) if all(name.startswith(("GPU-", "MIG-")) for name in named) else None
+
+
+def _users(marked: Marked, mark: str, devices: Collection[str]) -> list[int]:
+    """The processes that bear a mark and, where devices are named, may use one of them."""
+    return [
+        pid for pid, seen in marked.get(mark, {}).items() if not devices or seen is None or not seen.isdisjoint(devices)
+    ]
 
 
 def _is_dead(process: str) -> bool:
@@ -123,38 +147,38 @@ class Scanner:
 
     def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
-        self._next: asyncio.Task[dict[str, list[int]]] | None = None
+        self._next: asyncio.Task[Marked] | None = None
 
-    async def scan(self) -> dict[str, list[int]]:
+    async def scan(self) -> Marked:
         """See `scan`."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._run())
         return await asyncio.shield(self._next)
 
-    async def _run(self) -> dict[str, list[int]]:
+    async def _run(self) -> Marked:
         async with self._one_at_a_time:
             self._next = None
             return await asyncio.to_thread(scan)
 
 
-async def warn(mark: str, scanner: Scanner) -> None:
-    """Tell every process that bears a mark that its lease is about to end or shrink: SIGTERM, which it may catch."""
-    for pid in (await scanner.scan()).get(mark, []):
+async def warn(mark: str, scanner: Scanner, devices: Collection[str] = ()) -> None:
+    """Tell every process that bears a mark (and may use one of the devices) that they go: SIGTERM, which it may catch."""
+    for pid in _users(await scanner.scan(), mark, devices):
         try:
             os.kill(pid, signal.SIGTERM)
         except ProcessLookupError:
             continue
 
 
-async def end(mark: str, scanner: Scanner, patience_s: float = 30.0) -> None:
-    """Kill every process that bears a mark and return when none is left.
+async def end(mark: str, scanner: Scanner, devices: Collection[str] = (), patience_s: float = 30.0) -> None:
+    """Kill every process that bears a mark (and may use one of the devices) and return when none is left.
 
     Raises:
         TimedOut: one does not die; its process id is named. The devices must stay occupied.
     """
     deadline = clock.now() + patience_s
     while True:
-        left = (await scanner.scan()).get(mark, [])
+        left = _users(await scanner.scan(), mark, devices)
         if not left:
             return
         for pid in left:

@@ -58,7 +58,7 @@ class Watchdog:
 
 def _kill(mark: str) -> bool:
     """Kill every process that bears a mark; returns whether there was any."""
-    pids = local.scan().get(mark, [])
+    pids = list(local.scan().get(mark, {}))
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)

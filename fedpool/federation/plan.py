@@ -2,8 +2,6 @@
 
 import hashlib
 import math
-import re
-import tomllib
 from typing import Any
 
 import msgspec
@@ -13,6 +11,7 @@ from fedpool.federation.strategies import STRATEGIES
 from fedpool.names import NAME, RULE
 from fedpool.secagg import encoding
 from fedpool.secagg.manifest import default_threshold
+from fedpool.toml import TomlText
 from fedpool.units import parse_duration
 
 
@@ -95,25 +94,10 @@ def parse(text: str, where: str = "the plan") -> Plan:
     Raises:
         PlanError: not TOML, or a key is missing, unknown or wrong; line and key are named.
     """
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{where} is not TOML: {error}") from None
-    known = {field.encode_name for field in msgspec.structs.fields(Plan)}
-    for key in raw:
-        if key not in known:
-            near = _nearest(key, known)
-            raise PlanError(
-                f"{where}{_line(text, key)}: unknown key {key!r}",
-                f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}",
-            )
-    try:
-        plan = msgspec.convert(raw, Plan)
-    except msgspec.ValidationError as error:
-        key = _key_of(str(error))
-        raise PlanError(f"{where}{_line(text, key)}: {_plain(str(error), key)}", _hint(key)) from None
+    toml = TomlText(text, where, PlanError)
+    plan = toml.convert(Plan, _HINTS)
     for key, problem in _problems(plan):
-        raise PlanError(f"{where}{_line(text, key)}: {problem}", _hint(key))
+        raise toml.wrong(key, problem, _HINTS.get(key, ""))
     return plan
 
 
@@ -164,38 +148,10 @@ def _problems(plan: Plan) -> list[tuple[str, str]]:
 
 
 _HINTS = {
-    "program": 'program = ["{python}", "train.py", "--data", "{data}"]',
-    "initial": 'initial = "initial.safetensors"',
-    "sites": 'sites = 16, or sites = ["hospital-01", "hospital-02"]',
-    "deadline": 'deadline = "10m"',
-    "lease": 'lease = "1h"',
-    "rounds": "rounds = 20",
+    "program": 'write program = ["{python}", "train.py", "--data", "{data}"]',
+    "initial": 'write initial = "initial.safetensors"',
+    "sites": 'write sites = 16, or sites = ["hospital-01", "hospital-02"]',
+    "deadline": 'write deadline = "10m"',
+    "lease": 'write lease = "1h"',
+    "rounds": "write rounds = 20",
 }
-
-
-def _hint(key: str) -> str:
-    return f"write {_HINTS[key]}" if key in _HINTS else ""
-
-
-def _line(text: str, key: str) -> str:
-    for number, line in enumerate(text.splitlines(), 1):
-        if key and re.match(rf"\s*\[?\s*{re.escape(key)}\s*[=\]]", line):
-            return f", line {number}"
-    return ""
-
-
-def _key_of(message: str) -> str:
-    match = re.search(r"at `\$\.([^`.\[]+)", message) or re.search(r"required field `([^`]+)`", message)
-    return match[1] if match else ""
-
-
-def _plain(message: str, key: str) -> str:
-    if "required field" in message:
-        return f"the key {key!r} is missing"
-    return f"{key}: {message.split(' - at ')[0][0].lower()}{message.split(' - at ')[0][1:]}" if key else message
-
-
-def _nearest(word: str, known: set[str]) -> str | None:
-    import difflib
-
-    return next(iter(difflib.get_close_matches(word, known, 1)), None)

@@ -106,11 +106,12 @@ class EndProcesses(msgspec.Struct, frozen=True):
 
 
 class WarnProcesses(msgspec.Struct, frozen=True):
-    """Tell the lease's processes that they have so many seconds left."""
+    """Tell the lease's processes (that use one of these devices, where some are named) that they have so many seconds left."""
 
     lease: str
     reason: str
     grace_s: float
+    devices: tuple[str, ...] = ()
 
 
 GrantReply: TypeAlias = SiteLease | CordonChanged
@@ -449,7 +450,7 @@ class SiteGrants:
             keep = sorted(staying, key=lambda grant: grant.token)[: event.gpus]
             leaving = tuple(grant.uuid for grant in lease.grants if grant not in keep)
             moved = self._moved(lease, "resize", leaving=leaving, leave_by=now + max(0.0, event.grace_s))
-            warning = WarnProcesses(lease.id, f"{len(leaving)} devices are to be given back", event.grace_s)
+            warning = WarnProcesses(lease.id, f"{len(leaving)} devices are to be given back", event.grace_s, leaving)
             return self._change(moved, warning, term=event.term)
         if lease.notice or lease.next_tenant:
             raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice or 'it changes hands'}")

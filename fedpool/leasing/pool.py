@@ -80,6 +80,12 @@ class ForLease(msgspec.Struct, frozen=True):
     event: GangEvent
 
 
+class Adopted(msgspec.Struct, frozen=True):
+    """Sites hold a lease that the hub does not know: from now on it does."""
+
+    lease: Lease
+
+
 class PlanWanted(msgspec.Struct, frozen=True):
     """See what can start now."""
 
@@ -96,7 +102,7 @@ class TenantDropped(msgspec.Struct, frozen=True):
     name: str
 
 
-PoolEvent: TypeAlias = Submitted | ForLease | PlanWanted | TenantSet | TenantDropped
+PoolEvent: TypeAlias = Submitted | Adopted | ForLease | PlanWanted | TenantSet | TenantDropped
 
 
 class Pool:
@@ -262,6 +268,9 @@ class Pool:
         match event:
             case Submitted():
                 return self._submitted(event.lease, now)
+            case Adopted():
+                self.tenants.require(event.lease.tenant)
+                return Decision(entries=(LeaseRecorded(event.lease),), replies=(event.lease,))
             case ForLease():
                 return self._for_lease(event.lease, event.event, now)
             case PlanWanted():

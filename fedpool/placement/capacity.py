@@ -209,7 +209,7 @@ class Capacity:
         """The columns of the kinds that will do."""
         if shape.kinds:
             return [self.column[kind] for kind in shape.kinds if kind in self.column]
-        return [column for kind, column in self.column.items() if "/" not in kind]
+        return [column for kind, column in self.column.items() if shape.devices or "/" not in kind]
 
     def available(self, shape: Shape, column: int, rows: Sequence[int] | None = None) -> Counts:
         """[site] devices of one kind that could be had now.

@@ -10,6 +10,8 @@ from fedpool.records import WHOLE_MILLI, Device, Shape
 
 def suits(device: Device, shape: Shape) -> bool:
     """Whether a device will do, taken or not."""
+    if "/" in device.kind and shape.milli < WHOLE_MILLI:
+        return False  # a slice is the smallest part
     if shape.devices:
         return device.uuid in shape.devices
     if shape.kinds:

@@ -16,11 +16,13 @@ COLUMNS = [
     Column("TYPE", "type"),
     Column("MEMORY", "memory_bytes"),
     Column("STATE", "state"),
+    Column("USED", "used_milli"),
     Column("LEASE", "lease"),
     Column("TENANT", "tenant"),
     Column("LEAF", "leaf", wide=True),
     Column("NVLINK", "nvlink_domain", wide=True),
     Column("TOKEN", "token", wide=True),
+    Column("CORDON", "cordon", wide=True),
     Column("UUID", "uuid", wide=True),
 ]
 
@@ -36,7 +38,7 @@ def list_(output: options.Output = None, strict: options.Strict = False) -> None
 
 @app.command()
 def show(
-    gpu: Annotated[str, typer.Argument(help="SITE:NODE/INDEX, or a UUID or its beginning.")],
+    gpu: Annotated[str, typer.Argument(help="SITE:NODE/INDEX (INDEX.SLICE), or a UUID or its beginning.")],
     output: options.Output = None,
 ) -> None:
     """Show one GPU.
@@ -44,7 +46,7 @@ def show(
     Example: ibshell gpu show hospital-07:gpu01/0
     """
     answer = options.ask_listing("gpu.list")
-    by_uuid = [item for item in answer["items"] if gpu.startswith("GPU-") and item["uuid"].startswith(gpu)]
+    by_uuid = [item for item in answer["items"] if gpu.startswith(("GPU-", "MIG-")) and item["uuid"].startswith(gpu)]
     if len(by_uuid) > 1:
         raise NotFound(f"{gpu} could be any of {len(by_uuid)} devices", "give more of the UUID")
     item = by_uuid[0] if by_uuid else options.pick(answer, "gpu", gpu, "gpu")

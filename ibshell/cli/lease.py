@@ -234,9 +234,8 @@ def request(
                 view = _follow(connection, view, wait_s)
             _show(view, output)
     if output is None:
-        diagnostics.say(
-            f"next: ibshell lease renew {view.lease.id[:4]} --for 1h, ibshell lease release {view.lease.id[:4]}"
-        )
+        short = view.lease.id[:4]
+        diagnostics.say(f"next: ibshell lease renew {short} --for 1h, ibshell lease release {short}")
     _judge(view, at, wait)
 
 
@@ -312,6 +311,18 @@ def renew(
         render.write(f"lease {view.lease.id} ends in {format_duration(view.expires_in_s or 0)}\n")
     else:
         _show(view, output)
+
+
+@app.command()
+def adopt(lease: LeaseArgument, output: options.Output = None) -> None:
+    """Take in an orphan: a lease that sites hold and the hub, whose database was lost, does not know.
+
+    Afterwards it is a lease as any other. `ibshell lease release` ends an orphan without more ado.
+
+    Example: ibshell lease adopt 7f3a
+    """
+    with options.hub() as connection:
+        _say(connection.call("lease.adopt", ById(lease), LeaseView), output)
 
 
 @app.command()

@@ -19,6 +19,7 @@ COLUMNS = [
     Column("FREE", "gpus_free"),
     Column("TYPE", "type"),
     Column("LEAF", "leaf"),
+    Column("CORDON", "cordon"),
 ]
 
 

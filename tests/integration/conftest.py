@@ -14,6 +14,7 @@ import pytest
 from integration.etcd_cluster import Cluster
 from safetensors.numpy import save_file
 
+from fedpool.errors import IbshellError
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.wire.messages import Listing, Nothing
 from ibshell.pool import LocalPool
@@ -66,6 +67,13 @@ class Pool(LocalPool):
 
     def sites_up(self):
         return {row["name"] for row in self.rows("site") if row["state"] == "up"}
+
+    def all_up(self):
+        """Whether the hub answers and has all its sites."""
+        try:
+            return len(self.sites_up()) == len(self.site_names())
+        except IbshellError:
+            return False
 
     def cli(self, *words, status=0, timeout_s=120, **variables):
         """Run a command against this pool; checks its exit status and returns the finished process."""

@@ -89,6 +89,9 @@ def test_what_is_drained_or_cordoned_is_not_granted(pool):
     pool.cli("site", "resume", "site-01")
     pool.cli("node", "cordon", "site-02:gpu01", "--reason", "fan 3")
     assert "6 of 8 are free" in pool.cli("lease", "request", "-t", "a", "-g", "8", status=5).stderr
+    assert pool.json("node", "show", "site-02:gpu01")["cordon"] == "fan 3"
+    assert {gpu["state"] for gpu in pool.json("node", "show", "site-02:gpu01")["devices"]} == {"cordoned"}
+    assert pool.json("site", "show", "site-02")["gpus_free"] == 0 and pool.json("status")["gpus_free"] == 6
     pool.cli("node", "cordon", "site-02:gpu99", status=3)
     pool.cli("node", "cordon", "site-02", status=2)
     pool.cli("node", "uncordon", "site-02:gpu01")
@@ -111,11 +114,54 @@ def test_a_lease_is_revoked_resized_and_handed_over(pool):
     pool.until(lambda: pool.json("status")["gpus_free"] == 8)
 
 
+def test_a_card_that_is_cut_is_leased_by_slice(make_pool):
+    pool = make_pool(1, mig=("3g.40gb", "1g.10gb"), mig_gpus=1)
+    rows = pool.json("gpu", "list")["items"]
+    assert [(row["gpu"], row["type"]) for row in rows] == [
+        ("site:gpu01/0", "h100"),
+        ("site:gpu01/1.0", "h100/3g.40gb"),
+        ("site:gpu01/1.1", "h100/1g.10gb"),
+    ]
+    lease = pool.json("lease", "request", "-t", "a", "--gpu-type", "h100/1g.10gb")
+    assert lease["parts"][0]["grants"][0]["uuid"] == rows[2]["uuid"] and rows[2]["uuid"].startswith("MIG-")
+    assert pool.json("gpu", "show", "site:gpu01/1.1")["lease"] == lease["id"]
+    assert pool.json("site", "show", "site")["gpus_free"] == 1, "the card that is cut is no longer wholly free"
+    assert "0 of 1 are free" in pool.cli("lease", "request", "-t", "b", "--gpu-type", "h100/1g.10gb", status=5).stderr
+    pool.json("lease", "request", "-t", "b", "--device", "site:gpu01/1.0")
+
+
+def test_what_a_hub_has_forgotten_is_an_orphan_to_adopt_or_to_end(make_pool):
+    """Case 079: a hub that has lost its database shows what its sites hold; nothing disappears before it is confirmed gone."""
+    pool = make_pool(2)
+    kept, ended = (pool.json("lease", "request", "-t", "a", "-g", "2", "--sites", "2", "--for", "2h") for _ in range(2))
+    pool.stop("hub", signal.SIGKILL)
+    for file in (pool.directory / "hub").glob("*.db*"):
+        file.unlink()
+    pool.start("hub")
+    pool.until(pool.all_up)
+    assert [row["state"] for row in pool.rows("lease")] == ["orphan (active)"] * 4, "one row a lease and site"
+    assert pool.json("status")["gpus_free"] == 0, "and its devices are taken"
+    pool.cli("lease", "adopt", "ffff", status=3)
+    assert "is active" in pool.cli("lease", "adopt", kept["id"]).stdout
+    adopted = pool.json("lease", "show", kept["id"])
+    assert adopted["gpus"] == 2 and adopted["tenant"] == "a" and 7000 < adopted["expires_in_s"] < 7300
+    assert [part["grants"] for part in adopted["parts"]] == [part["grants"] for part in kept["parts"]], (
+        "the same tokens"
+    )
+    assert "is released" in pool.cli("lease", "release", ended["id"]).stdout
+    assert pool.json("status")["gpus_free"] == 2
+    pool.cli("lease", "release", kept["id"])
+    assert pool.json("status")["gpus_free"] == 4
+
+
 def test_exact_devices_fractions_and_times(pool):
     first = pool.json("lease", "request", "-t", "a", "--device", "site-01:gpu01/1", "--milli", "250")
     again = pool.json("lease", "request", "-t", "b", "--device", "site-01:gpu01/1", "--milli", "750")
     uuids = {lease["parts"][0]["grants"][0]["uuid"] for lease in (first, again)}
     assert len(uuids) == 1, "two fractions of one card"
+    shared = pool.json("gpu", "show", "site-01:gpu01/1")
+    assert (shared["used_milli"], shared["state"], shared["tenant"]) == (1000, "active", "a,b")
+    assert [(share["lease"], share["milli"]) for share in shared["shares"]] == [(first["id"], 250), (again["id"], 750)]
     pool.cli("lease", "request", "-t", "c", "--device", "site-01:gpu01/1", "--milli", "1", status=5)
     pool.cli("lease", "request", "-t", "c", "--device", "site-09:gpu01/1", status=3)
     assert "is over" in pool.cli("lease", "request", "-t", "c", "-g", "1", "--at", "2020-01-01T00:00Z", status=2).stderr

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from agent.launchers.local import scan
-from fedpool.errors import IbshellError
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted, RunView
 
 pytestmark = pytest.mark.integration
@@ -46,7 +45,7 @@ def test_kill_9_at_any_moment(make_pool, seed):
         pool.start(victim)
         out, err = asking.communicate(timeout=90)
         assert "Traceback" not in err, err
-        pool.until(lambda: all_up(pool))
+        pool.until(pool.all_up)
         pool.until(lambda: settled(pool), 40)
         # What the command was told is true: an id means an active lease with six devices.
         listed = {lease["id"]: lease for lease in pool.rows("lease")}
@@ -63,13 +62,6 @@ def test_kill_9_at_any_moment(make_pool, seed):
                 with pool.connect() as hub:
                     hub.call("lease.release", ById(lease["id"]), LeaseView)
         assert all(leases == [""] for leases in truth(pool).values()), pool.rows("lease")
-
-
-def all_up(pool, sites=3):
-    try:
-        return len(pool.sites_up()) == sites
-    except IbshellError:
-        return False
 
 
 def settled(pool):
@@ -131,7 +123,7 @@ def test_a_run_survives_kill_9_of_anybody_at_any_moment(make_pool, seed):
         pool.stop(victim, signal.SIGKILL)
         time.sleep(rng.uniform(0, 0.5))
         pool.start(victim)
-        pool.until(lambda: all_up(pool, 4))
+        pool.until(pool.all_up)
     for _ in range(6):
         state = pool.until(lambda: view(pool, run).state not in ("running",) and view(pool, run).state)
         if state == "finished":

@@ -54,14 +54,7 @@ def test_the_link_comes_back_after_either_side_restarts(make_pool, party):
     lease = pool.json("lease", "request", "-t", "a", "-g", "4")
     pool.stop(party, signal.SIGKILL)
     pool.start(party)
-
-    def all_up():
-        try:
-            return len(pool.sites_up()) == 2
-        except Unreachable:
-            return False
-
-    pool.until(all_up)
+    pool.until(pool.all_up)
     assert pool.json("lease", "show", lease["id"])["state"] == "active"
     held = {gpu["uuid"] for gpu in pool.rows("gpu") if gpu["lease"] == lease["id"]}
     assert held == {grant["uuid"] for part in lease["parts"] for grant in part["grants"]}

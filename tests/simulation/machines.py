@@ -163,17 +163,22 @@ class SiteMachine(Machine):
         await asyncio.sleep(0.003)
         return [mark for mark, _ in self.jobs if mark.startswith(f"{site}/")]
 
-    async def warn(self, mark):
+    async def warn(self, mark, devices=()):
         await asyncio.sleep(0.003)
         if self.chance.random() < 0.5:
-            self.jobs = [job for job in self.jobs if job[0] != mark]
+            self.without(mark, devices)
 
-    async def end(self, mark):
+    async def end(self, mark, devices=()):
         while True:
             await asyncio.sleep(self.chance.uniform(0.003, 0.02))
-            if not any(job[0] == mark for job in self.jobs):
+            if not self.without(mark, devices):
                 return
-            self.jobs = [job for job in self.jobs if job[0] != mark]
+
+    def without(self, mark, devices):
+        """End the jobs under a mark that use one of these devices; returns whether there were any."""
+        left = [job for job in self.jobs if job[0] != mark or (devices and job[1].keys().isdisjoint(devices))]
+        ended, self.jobs = len(self.jobs) - len(left), left
+        return bool(ended)
 
     def guard(self, mark, deadline):
         if deadline is None:

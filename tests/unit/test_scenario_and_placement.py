@@ -25,8 +25,16 @@ def test_uuids_stay_the_same_and_are_unique():
         ("site = 3", "has no [[site]]"),
         ("[[site]]\n", "name"),
         ('[[site]]\nname = "a/b"', "is no name"),
-        ('[[site]]\nname = "a"\nnodes = 0', "nodes = 0: it may be 1 to"),
-        ('[[site]]\nname = "a"\ncolour = 1', "colour"),
+        ('[[site]]\nname = "b"\n\n[[site]]\nname = "a"\nnodes = 0', "s.toml, line 6: nodes = 0: it may be 1 to"),
+        ('[[site]]\nname = "a"\ncolour = 1', "s.toml, line 3: unknown key 'colour'"),
+        ('[[site]]\nname = "a"\nnodes = "two"', "s.toml, line 3: nodes: expected `int`, got `str`"),
+        ("[[site]]\nnodes = 1", "s.toml, line 1: the key 'name' is missing"),
+        ('[[site]]\nname = "a"\nmig = ["1g"]', "line 3: mig = '1g' is no profile"),
+        (
+            '[[site]]\nname = "a"\nmig = ["4g.40gb", "4g.40gb"]',
+            "line 3: mig takes 8 compute slices and 80 GiB; a h100 has 7",
+        ),
+        ('[[site]]\nname = "a"\nmig_gpus = 1', "line 3: mig_gpus = 1"),
         ('[[site]]\nname = "a"\nmemory = "lots"', "'lots' is not a size"),
         ('[[site]]\nname = "a"\n[[site]]\nname = "a"', "names the site 'a' twice"),
         ("[[site", "is not TOML"),
@@ -37,6 +45,19 @@ def test_malformed_scenarios_are_named(text, says):
         scenario.parse(text, "s.toml")
     assert says in refused.value.message
     assert isinstance(refused.value, PlanError) or refused.value.exit_status == 2
+
+
+def test_cards_of_a_scenario_may_be_cut():
+    [site] = scenario.parse(
+        '[[site]]\nname = "zurich"\ngpus_per_node = 2\nmig = ["3g.40gb", "1g.10gb"]\nmig_gpus = 1', "s.toml"
+    )
+    whole, *slices = site.inventory().devices()
+    assert (whole.kind, whole.label) == ("h100", "0")
+    assert [(s.kind, s.label, s.memory_bytes >> 30) for s in slices] == [
+        ("h100/3g.40gb", "1.0", 40),
+        ("h100/1g.10gb", "1.1", 10),
+    ]
+    assert len({device.uuid for device in (whole, *slices)}) == 3 and slices[0].uuid.startswith("MIG-")
 
 
 def pick(inventory, taken, count, shape=None):
