@@ -7,6 +7,7 @@ hangs on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -192,7 +193,8 @@ class Pool:
             self.queue.add(lease)
         else:
             self.queue.remove(lease.id)
-        if before is not None and (lease.state in life.FINAL or lease.gpus != before.gpus):
+        renewed = before is not None and before.started and lease.deadline != before.deadline
+        if before is not None and (lease.state in life.FINAL or lease.gpus != before.gpus or renewed):
             for part in before.parts:
                 self.queue.mark(part.kind)
 
@@ -416,7 +418,7 @@ class Pool:
             yield lease_id, Placed(parts, (self.term << 20) + (self.gangs[lease_id].lease.attempt & 0xFFFFF) + 1)
         for lease_id in plan.unplaced:
             lease = self.gangs[lease_id].lease
-            over = self.queue.has_waited_too_long(lease, now)
+            over = now >= self.queue.waits_until(lease)
             if lease.state == "requested" or over:
                 yield lease_id, Unplaceable(self.why(lease, now), over)
         for victim in plan.notices:
@@ -432,12 +434,8 @@ class Pool:
     def _wake(self, now: float) -> float | None:
         """When time alone may change something for those that wait."""
         times = [lease.demand.not_before for lease in self.queue.waiting.values() if lease.demand.not_before > now]
-        times += [
-            max(lease.submitted, lease.demand.not_before) + lease.demand.max_wait_s
-            for lease in self.queue.waiting.values()
-            if lease.demand.max_wait_s is not None
-        ]
-        return min((time for time in times if time > now), default=None)
+        times += [self.queue.waits_until(lease) for lease in self.queue.waiting.values()]
+        return min((time for time in times if now < time < math.inf), default=None)
 
     def _tenant_set(self, tenant: Tenant) -> PoolDecision:
         if not NAME.fullmatch(tenant.name):

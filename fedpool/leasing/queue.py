@@ -14,6 +14,7 @@ The planner proposes; `pool.py` makes its proposals entries, and the sites have 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -40,13 +41,15 @@ class Plan:
         starts: (lease, where).
         notices: who has to go for whom.
         growths: elastic leases and how many devices they are to have at which sites.
-        unplaced: leases that were looked at and cannot start now.
+        unplaced: leases that cannot start now.
+        evaluated: how many requests a place was sought for; the others' answer cannot have changed.
     """
 
     starts: list[tuple[str, tuple[Part, ...]]] = field(default_factory=list)
     notices: list[Victim] = field(default_factory=list)
     growths: list[tuple[str, dict[str, int]]] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
+    evaluated: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Queue:
         self.timeline = Timeline(capacity, (), 0.0)
         self._new: set[str] = set()
         self._changed: set[str] = set()  # kinds; ANY for all
+        self._quota_only: set[str] = set()  # waiting requests that only their quota is in the way of
         self._shares: dict[str, float] = {}
         self._first: set[int] = set()  # kinds whose first waiting request has had its promise in this plan
 
@@ -109,6 +113,10 @@ class Queue:
         """It no longer waits."""
         if self.waiting.pop(lease_id, None) is not None:
             self._new.discard(lease_id)
+            self._quota_only.discard(lease_id)
+            for promise in self.timeline.promises:
+                if promise.lease == lease_id:  # what was kept for it is there for those behind
+                    self.mark(self.capacity.kinds[promise.column])
 
     def mark(self, kind: str = ANY) -> None:
         """Devices of a kind came free, or everything is to be looked at anew."""
@@ -131,7 +139,8 @@ class Queue:
     def plan(self, now: float) -> Plan:
         """Propose what to start, and what to end for it."""
         plan = Plan()
-        new, self._new, self._changed = self._new, set(), set()
+        new, changed = self._new, self._changed
+        self._new, self._changed = set(), set()
         self.timeline = timeline = Timeline(self.capacity, list(self.running.values()), now)
         self._promise_reservations(timeline, now)
         self._first = set()
@@ -142,12 +151,20 @@ class Queue:
                     plan.unplaced.append(lease.id)
                 continue
             if nothing_free and lease.id not in new and len(self._first) == len(self.capacity.kinds):
-                if self.has_waited_too_long(lease, now):
+                if now >= self.waits_until(lease):
                     plan.unplaced.append(lease.id)
                 continue
-            self._consider(lease, plan, timeline, now)
+            sought = lease.id in new or self._touches(lease, changed)
+            plan.evaluated += sought
+            self._consider(lease, plan, timeline, sought)
         self._grow(plan, timeline)
         return plan
+
+    def _touches(self, lease: Lease, changed: set[str]) -> bool:
+        """Whether what changed may let a request start that could not before."""
+        if ANY in changed or any(limit.kind == ANY for limit in self.tenants.limits(lease.tenant)):
+            return bool(changed)
+        return any(self.capacity.kinds[column] in changed for column in self.capacity.columns(lease.demand.shape))
 
     def _nothing_fits(self) -> bool:
         """Whether no waiting request could start whatever the order: then only promises are to be renewed."""
@@ -158,10 +175,10 @@ class Queue:
         return not fractional and all(lease.demand.gpus > most for lease in self.waiting.values())
 
     @staticmethod
-    def has_waited_too_long(lease: Lease, now: float) -> bool:
-        """Whether a request has waited for as long as it may."""
+    def waits_until(lease: Lease) -> float:
+        """When a request has waited for as long as it may."""
         wait = lease.demand.max_wait_s
-        return wait is not None and now >= max(lease.submitted, lease.demand.not_before) + wait
+        return math.inf if wait is None else max(lease.submitted, lease.demand.not_before) + wait
 
     def _promise_reservations(self, timeline: Timeline, now: float) -> None:
         booked = [lease for lease in self.waiting.values() if lease.demand.not_before]
@@ -253,12 +270,15 @@ class Queue:
                 best = (len(shares), left, Placement(column, shares, timeline.now))
         return (best[2], False) if best else (None, quota_only)
 
-    def _consider(self, lease: Lease, plan: Plan, timeline: Timeline, now: float) -> None:
+    def _consider(self, lease: Lease, plan: Plan, timeline: Timeline, sought: bool) -> None:
         caps = self._caps(lease)
-        placement, quota_only = self._place(lease, timeline, caps)
-        if placement is not None:
-            self._start(lease, placement, plan, timeline)
-            return
+        if sought:
+            placement, quota_only = self._place(lease, timeline, caps)
+            if placement is not None:
+                self._start(lease, placement, plan, timeline)
+                return
+            (self._quota_only.add if quota_only else self._quota_only.discard)(lease.id)
+        quota_only = lease.id in self._quota_only
         plan.unplaced.append(lease.id)
         if quota_only or lease.demand.max_wait_s == 0:
             return
@@ -270,7 +290,7 @@ class Queue:
         if not is_first or len(timeline.promises) >= PROMISES_MAX:
             return
         self._first.update(columns)
-        found = timeline.earliest(lease, self._rows(lease.demand), caps, now)
+        found = timeline.earliest(lease, self._rows(lease.demand), caps, timeline.now)
         if found is not None:
             timeline.promise(lease, found, reserved=False)
 

@@ -1,125 +1,14 @@
 """The hub's side of leasing, against the sites' real machines in one thread: gangs, quotas, order, backfill, preemption."""
 
-import contextlib
-import itertools
 import random
 
 import pytest
+from unit.pool_world import HOUR, World
 
 from fedpool.errors import IbshellError, NotFound, Refused, StaleToken, Unreachable, UsageError
-from fedpool.leasing.gang import EndAsked, PartFailed, Reported
-from fedpool.leasing.grants import SiteGrants
-from fedpool.leasing.pool import ForLease, PlanWanted, Pool, Submitted, TenantSet
-from fedpool.leasing.requests import ProcessesGone, Tick
-from fedpool.records import Demand, Lease, Quota, Shape, Tenant
-from fedpool.sim.scenario import SimulatedSite
-
-HOUR = 3600.0
-
-
-class World:
-    """A hub's machine and its sites' machines; messages are delivered one by one, in an order a test may choose."""
-
-    def __init__(self, sites=3, gpus=4, rng=None):
-        self.now = 1000.0
-        self.sites = {}
-        for number in range(sites):
-            name = f"s{number}"
-            self.sites[name] = SiteGrants(name, SimulatedSite(name, nodes=1, gpus_per_node=gpus).inventory())
-            self.sites[name].recovering = False
-        self.hub = Pool(self.sites)
-        self.hub.term = 1
-        self.asks = []
-        self.rng = rng
-        self.lost = 0.0
-        self.entries = []
-        self.ids = itertools.count(1)
-        for name in self.sites:
-            self.describe(name)
-
-    def describe(self, name):
-        site = self.sites[name]
-        self.hub.site_described(name, site.inventory, list(site.leases.values()), site.cordons)
-        for gang in list(self.hub.gangs.values()):
-            if any(part.site == name for part in gang.lease.parts) and not gang.placing:
-                self.put(ForLease(gang.lease.id, Reported(name, site.leases.get(gang.lease.id))))
-
-    def put(self, event):
-        decision = self.hub.step(event, self.now)
-        for entry in decision.entries:
-            self.entries.append(entry)
-            self.hub.apply(entry)
-        self.asks += decision.effects
-        self.hub.check()
-
-    def at_site(self, name, event):
-        site = self.sites[name]
-        decision = site.step(event, self.now)
-        for entry in decision.entries:
-            site.apply(entry)
-        site.check()
-        for effect in decision.effects:
-            if type(effect).__name__ == "EndProcesses":
-                ended = self.at_site(name, ProcessesGone(effect.lease, effect.devices))
-                self.put(ForLease(effect.lease, Reported(name, ended)))
-        return decision.replies[-1] if decision.replies else None
-
-    def deliver(self):
-        ask = self.asks.pop(self.rng.randrange(len(self.asks)) if self.rng else 0)
-        if self.rng and self.rng.random() < self.lost:
-            if self.rng.random() < 0.5:  # the answer is lost, not the question
-                with contextlib.suppress(IbshellError):
-                    self.at_site(ask.site, ask.what)
-            self.put(ForLease(ask.lease, PartFailed(ask.site, ask.what, Unreachable("lost"))))
-            return
-        try:
-            report = self.at_site(ask.site, ask.what)
-        except IbshellError as error:
-            self.put(ForLease(ask.lease, PartFailed(ask.site, ask.what, error)))
-        else:
-            self.put(ForLease(ask.lease, Reported(ask.site, report)))
-
-    def settle(self):
-        """Plan and deliver until nothing moves."""
-        for _ in range(10_000):
-            if self.asks:
-                self.deliver()
-            elif self.hub.queue.is_dirty:
-                self.put(PlanWanted())
-            else:
-                return
-        raise AssertionError("it never comes to rest")
-
-    def ask(self, gpus, tenant="a", hours=1.0, wait=None, settle=True, **more):
-        lease_id = f"{next(self.ids):08x}"
-        demand = Demand(gpus, max_wait_s=wait, **more)
-        lease = Lease(lease_id, tenant, "requested", demand, hours * HOUR, "now", submitted=self.now)
-        self.put(Submitted(lease))
-        if settle:
-            self.settle()
-        return lease_id
-
-    def pass_time(self, seconds):
-        until = self.now + seconds
-        while self.now < until:
-            self.now = min(until, self.now + 60)
-            for name in self.sites:
-                self.at_site(name, Tick())
-            self.hub.queue.mark()
-            self.settle()
-
-    def end(self, lease_id):
-        self.put(ForLease(lease_id, EndAsked("released")))
-        self.settle()
-
-    def state(self, lease_id):
-        return self.hub.gangs[lease_id].lease.state
-
-    def lease(self, lease_id):
-        return self.hub.gangs[lease_id].lease
-
-    def held(self):
-        return sum(len(x.grants) for site in self.sites.values() for x in site.leases.values() if x.occupies)
+from fedpool.leasing.gang import EndAsked, PartFailed
+from fedpool.leasing.pool import ForLease, PlanWanted, Pool, TenantSet
+from fedpool.records import Quota, Shape, Tenant
 
 
 def test_a_gang_is_active_at_all_its_sites_or_at_none():
@@ -372,3 +261,15 @@ def test_what_is_long_over_is_forgotten(monkeypatch):
     for entry in world.entries:
         again.apply(entry)
     assert again.gangs.keys() == world.hub.gangs.keys()
+
+
+def test_who_gives_up_waiting_lets_the_others_go():
+    """What was promised to a request is free for those behind it as soon as that request is withdrawn."""
+    world = World(sites=1, gpus=4)
+    world.ask(3, hours=1.0)
+    first = world.ask(4)
+    behind = world.ask(1, hours=5.0)
+    assert world.state(behind) == "queued", "it would delay the first"
+    world.put(ForLease(first, EndAsked("released")))
+    world.settle()
+    assert world.state(behind) == "active"
