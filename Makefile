@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd')
 
-.PHONY: soak soak-sites replay peers help demo test check bench venv format checked clean
+.PHONY: soak soak-sites soak-entries replay peers help demo test check bench venv format checked clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
 demo: $(STAMP) ## sixteen hospitals train a classifier together on this machine, in about half a minute
 	@$(BIN)/ibshell demo
@@ -21,6 +21,9 @@ soak: $(STAMP) ## simulated worlds until Ctrl-C; a failing seed is printed with 
 
 soak-sites: $(STAMP) ## 250, 500 and 1,000 simulated sites against one hub, the last for an hour (MINUTES=60): memory, load, latency
 	@$(BIN)/python tests/soak/sites.py --minutes $(or $(MINUTES),60) $(if $(SITES),--sites $(SITES))
+
+soak-entries: $(STAMP) ## a site that has written a million entries starts again: how long that takes (ENTRIES=1000000)
+	@$(BIN)/python tests/soak/entries.py --entries $(or $(ENTRIES),1000000)
 
 replay: $(STAMP) ## one simulated world again: make replay SEED=4711
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(SEED)

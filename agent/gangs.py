@@ -58,8 +58,8 @@ class Gangs(PoolDriver):
             raise NotFound(f"{prefix} could be {', '.join(lease.id for lease in matching[:5])}", "give more digits")
         return matching[0]
 
-    def view(self, lease: Lease) -> LeaseView:
-        """A lease with what people want to know beside it."""
+    def summary(self, lease: Lease) -> LeaseView:
+        """A lease as a line of a list: why it waits, but not for how long."""
         now = self.clock.now()
         left = max(0.0, lease.deadline - now) if lease.state == "active" else None
         silent = {
@@ -67,11 +67,15 @@ class Gangs(PoolDriver):
             for part in lease.parts
             if lease.state in life.LIVE and part.site in self._links and not self._links[part.site].is_up
         }
+        return LeaseView(lease, left, silent, self.machine.why(lease, now) if lease.state in WAITS else "")
+
+    def view(self, lease: Lease) -> LeaseView:
+        """A lease with what people want to know beside it."""
+        found, now = self.summary(lease), self.clock.now()
         if lease.state not in WAITS:
-            return LeaseView(lease, left, silent)
-        machine = self.machine
-        starts = machine.expected_start(lease, now)
-        return LeaseView(lease, left, silent, machine.why(lease, now), starts, machine.ahead(lease, now))
+            return found
+        starts, ahead = self.machine.expected_start(lease, now), self.machine.ahead(lease, now)
+        return msgspec.structs.replace(found, starts_in_s=starts, ahead=ahead)
 
     # --- asking for a lease
 

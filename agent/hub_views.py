@@ -233,7 +233,7 @@ def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
     known: set[str] = set()
     for lease in gangs.leases():
         known.add(lease.id)
-        view = gangs.view(lease)
+        view = gangs.summary(lease)
         state = lease.state
         if view.silent_sites and lease.state in life.LIVE:
             since = min(view.silent_sites.values()) or lease.requested_at

@@ -5,7 +5,7 @@ about it arrives. A silent site has nothing free.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +151,7 @@ class Capacity:
         self.total: Counts = np.zeros((0, 0), np.int64)
         self._pending: dict[tuple[str, str], tuple[str, int]] = {}  # (lease, site) -> (kind, devices)
         self._obtainable: dict[tuple[str, Shape], tuple[int, dict[str, int]]] = {}
+        self._available: dict[tuple[Shape, int], Counts] = {}  # as of the latest change
 
     def add(self, name: str) -> SitePicture:
         """A site, known from now on."""
@@ -171,6 +172,7 @@ class Capacity:
 
     def refresh(self, name: str) -> None:
         """Bring the arrays' row of a site up to its picture."""
+        self._available.clear()
         site, row = self.sites[name], self.row[name]
         total = site.total
         for kind in total:
@@ -191,12 +193,14 @@ class Capacity:
 
     def speak_for(self, lease: str, site: str, kind: str, count: int) -> None:
         """Devices that the site is about to be asked for."""
+        self._available.clear()
         self._pending[lease, site] = (kind, count)
         if kind in self.column:
             self.free[self.row[site], self.column[kind]] -= count
 
     def settle(self, lease: str, site: str) -> bool:
         """The site has spoken about them, or they are no longer wanted; returns whether there were any."""
+        self._available.clear()
         return self._pending.pop((lease, site), None) is not None
 
     def settle_all(self) -> None:
@@ -221,9 +225,16 @@ class Capacity:
         """
         if shape.is_plain:
             return self.free[:, column].copy()
+        if rows is None:
+            if (shape, column) not in self._available:
+                self._available[shape, column] = self._count(shape, column, range(len(self.names)))
+            return self._available[shape, column].copy()
+        return self._count(shape, column, rows)
+
+    def _count(self, shape: Shape, column: int, rows: Iterable[int]) -> Counts:
         found = np.zeros(len(self.names), np.int64)
         kind = self.kinds[column]
-        for row in range(len(self.names)) if rows is None else rows:
+        for row in rows:
             site = self.sites[self.names[row]]
             if site.up and self.total[row, column]:
                 pending = sum(n for (_, where), (k, n) in self._pending.items() if where == site.name and k == kind)

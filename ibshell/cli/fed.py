@@ -174,12 +174,12 @@ def run(
 
 
 @app.command("list")
-def list_(output: options.Output = None, strict: options.Strict = False) -> None:
+def list_(output: options.Output = None, strict: options.Strict = False, watch: options.Watch = False) -> None:
     """List the runs.
 
     Example: ibshell fed list
     """
-    options.show_listing(options.ask_listing("fed.list"), COLUMNS, "id", output, strict)
+    options.show_listing(lambda: options.ask_listing("fed.list"), COLUMNS, "id", output, strict, watch)
 
 
 @app.command()

@@ -28,12 +28,12 @@ COLUMNS = [
 
 
 @app.command("list")
-def list_(output: options.Output = None, strict: options.Strict = False) -> None:
+def list_(output: options.Output = None, strict: options.Strict = False, watch: options.Watch = False) -> None:
     """List the GPUs.
 
     Examples: ibshell gpu list | ibshell gpu list -o wide | ibshell gpu list -o json
     """
-    options.show_listing(options.ask_listing("gpu.list"), COLUMNS, "gpu", output, strict)
+    options.show_listing(lambda: options.ask_listing("gpu.list"), COLUMNS, "gpu", output, strict, watch)
 
 
 @app.command()

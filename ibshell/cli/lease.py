@@ -262,7 +262,7 @@ def _foresee(view: LeaseView, output: str | None, explain: bool) -> None:
 @app.command("list")
 def list_(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that are over.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it until Ctrl-C.")] = False,
+    watch: options.Watch = False,
     output: options.Output = None,
     strict: options.Strict = False,
 ) -> None:
@@ -278,10 +278,7 @@ def list_(
             answer["items"] = [item for item in answer["items"] if item["state"] not in over]
         return answer
 
-    if watch:
-        options.watch_listing(ask, COLUMNS, "id", output)
-    answer = ask()
-    options.show_listing(answer, COLUMNS, "id", output, strict)
+    options.show_listing(ask, COLUMNS, "id", output, strict, watch)
 
 
 @app.command()

@@ -24,12 +24,12 @@ COLUMNS = [
 
 
 @app.command("list")
-def list_(output: options.Output = None, strict: options.Strict = False) -> None:
+def list_(output: options.Output = None, strict: options.Strict = False, watch: options.Watch = False) -> None:
     """List the nodes.
 
     Examples: ibshell node list | ibshell node list -o name
     """
-    options.show_listing(options.ask_listing("node.list"), COLUMNS, "node", output, strict)
+    options.show_listing(lambda: options.ask_listing("node.list"), COLUMNS, "node", output, strict, watch)
 
 
 @app.command()

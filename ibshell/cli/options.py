@@ -22,8 +22,10 @@ Output = Annotated[
     str | None, typer.Option("-o", "--output", help="table, wide, json, ndjson, yaml, csv or name.", metavar="FORM")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail when a site is missing from the answer.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it until Ctrl-C.")]
 PARTIAL = 6
 WATCH_S = 1.0
+PASSING = ("since_s", "seen", "device_hours")  # what changes by itself as time passes
 
 
 def hub() -> Connection:
@@ -66,9 +68,17 @@ def as_data(value: object) -> dict[str, Any]:
 
 
 def show_listing(
-    answer: dict[str, Any], columns: Sequence[render.Column], name_key: str, form: str | None, strict: bool
+    ask: Callable[[], dict[str, Any]],
+    columns: Sequence[render.Column],
+    name_key: str,
+    form: str | None,
+    strict: bool,
+    watch: bool,
 ) -> None:
-    """Print a listing, and say on stderr what is missing from it."""
+    """Print a listing, and say on stderr what is missing from it; or go on showing it until Ctrl-C."""
+    if watch:
+        _watch(ask, columns, name_key, form)
+    answer = ask()
     render.write(render.listing(answer, columns, name_key, form, render.on_terminal()))
     if form not in ("json", "yaml"):
         for error in answer["errors"]:
@@ -95,8 +105,8 @@ def pick(answer: dict[str, Any], key: str, wanted: str, noun: str) -> dict[str, 
     raise NotFound(f"no {noun} {wanted!r}", hint)
 
 
-def watch_listing(ask: Callable[[], dict[str, Any]], columns: Sequence[Any], name_key: str, output: str | None) -> None:
-    """Show a listing again and again until Ctrl-C: in place on a terminal, only what changed with `-o ndjson`."""
+def _watch(ask: Callable[[], dict[str, Any]], columns: Sequence[Any], name_key: str, output: str | None) -> None:
+    """Show a listing again and again: in place on a terminal, only what changed with `-o ndjson`."""
     if output not in (None, "table", "wide", "ndjson"):
         raise UsageError(f"--watch with -o {output}", "it shows a table, or changes with -o ndjson")
     before: dict[str, Any] = {}
@@ -123,4 +133,4 @@ def watch_listing(ask: Callable[[], dict[str, Any]], columns: Sequence[Any], nam
 
 def _lasting(item: Mapping[str, Any]) -> dict[str, Any]:
     """Without what changes by itself as time passes."""
-    return {key: value for key, value in item.items() if not key.endswith("_in_s")}
+    return {key: value for key, value in item.items() if not key.endswith("_in_s") and key not in PASSING}

@@ -28,12 +28,12 @@ COLUMNS = [
 
 
 @app.command("list")
-def list_(output: options.Output = None, strict: options.Strict = False) -> None:
+def list_(output: options.Output = None, strict: options.Strict = False, watch: options.Watch = False) -> None:
     """List the sites.
 
     Examples: ibshell site list | ibshell site list -o wide | ibshell site list -o json
     """
-    options.show_listing(options.ask_listing("site.list"), COLUMNS, "name", output, strict)
+    options.show_listing(lambda: options.ask_listing("site.list"), COLUMNS, "name", output, strict, watch)
 
 
 @app.command()

@@ -57,12 +57,12 @@ def add(name: Name, weight: Weight = None, highest: Highest = None, output: opti
 
 
 @app.command("list")
-def list_(output: options.Output = None, strict: options.Strict = False) -> None:
+def list_(output: options.Output = None, strict: options.Strict = False, watch: options.Watch = False) -> None:
     """List the tenants.
 
     Examples: ibshell tenant list | ibshell tenant list -o wide
     """
-    options.show_listing(options.ask_listing("tenant.list"), COLUMNS, "name", output, strict)
+    options.show_listing(lambda: options.ask_listing("tenant.list"), COLUMNS, "name", output, strict, watch)
 
 
 @app.command()
