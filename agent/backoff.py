@@ -3,7 +3,7 @@
 import random
 
 FIRST_S = 0.2
-LAST_S = 5.0
+LAST_S = 2.0
 
 
 def delay(attempt: int, chance: random.Random) -> float:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from fedpool.client import Connection, connect
@@ -25,6 +25,7 @@ from fedpool.wire.messages import Listing, Nothing
 from ibshell import settings
 
 START_TIMEOUT_S = 60.0
+START_SITE_S = 0.2  # more for every site
 STOP_TIMEOUT_S = 15.0
 
 
@@ -70,9 +71,9 @@ class LocalPool:
             return {}
         return {party: pid for party, (pid, born) in roster.items() if _born(pid) == born}
 
-    def _enrol(self, party: str, pid: int) -> None:
+    def _enrol(self, parties: Sequence[str], pid: int) -> None:
         roster = {name: [p, _born(p)] for name, p in self.processes().items()}
-        roster[party] = [pid, _born(pid)]
+        roster |= {party: [pid, _born(pid)] for party in parties}
         temporary = self._roster.with_suffix(".new")
         temporary.write_text(json.dumps(roster))
         temporary.replace(self._roster)
@@ -132,15 +133,19 @@ class LocalPool:
         sites = self.directory / "sites"
         return sorted(path.name for path in sites.iterdir()) if sites.exists() else []
 
-    def start(self, party: str) -> int:
-        """Start one agent; returns its process id."""
+    def start(self, *parties: str) -> int:
+        """Start the hub, or an agent for one or several sites; returns its process id."""
+        party = parties[0]
         kind = "hub" if party == "hub" else "site"
         directory = self.directory / "hub" if party == "hub" else self.site_directory(party)
+        words = [sys.executable, "-P", "-m", "agent.main", kind]
+        for name in parties:
+            words += ["--config", str(directory.parent / name / f"{kind}.toml")]
         self.sockets.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._reap()
         with self.log(party).open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "agent.main", kind, "--config", str(directory / f"{kind}.toml")],
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -149,23 +154,26 @@ class LocalPool:
                 preexec_fn=_die_with_parent if self._tied else None,
             )
         self._children.append(process)
-        self._enrol(party, process.pid)
+        self._enrol(parties, process.pid)
         return process.pid
 
-    def start_all(self, progress: Callable[[int, int], None] = lambda up, all_: None) -> None:
+    def start_all(self, progress: Callable[[int, int], None] = lambda up, all_: None, sites_a_process: int = 1) -> None:
         """Start hub and sites and wait until every site is up.
 
         Args:
             progress: told how many sites of how many are up.
+            sites_a_process: how many sites share an agent, and its end.
 
         Raises:
             Failed: an agent ended; its log's last line is told.
             TimedOut: not every site came up.
         """
         sites = self.site_names()
-        for party in ["hub", *sites]:
-            self.start(party)
-        deadline = time.monotonic() + START_TIMEOUT_S
+        self.start("hub")
+        for first in range(0, len(sites), sites_a_process):
+            self.start(*sites[first : first + sites_a_process])
+        patience = START_TIMEOUT_S + START_SITE_S * len(sites)
+        deadline = time.monotonic() + patience
         while True:
             up = self._sites_up()
             progress(up, len(sites))
@@ -179,7 +187,7 @@ class LocalPool:
                     )
             if time.monotonic() > deadline:
                 raise TimedOut(
-                    f"{up} of {len(sites)} sites are up after {START_TIMEOUT_S:.0f} s",
+                    f"{up} of {len(sites)} sites are up after {patience:.0f} s",
                     f"the hub's log: {self.log('hub')}",
                 )
             time.sleep(0.1)
@@ -254,14 +262,14 @@ def _born(pid: int) -> int:
     return 0 if stat[0] in ("Z", "X") else int(stat[19])
 
 
-def _end(pids: Sequence[int], how: signal.Signals) -> None:
+def _end(pids: Iterable[int], how: signal.Signals) -> None:
     born = {pid: _born(pid) for pid in pids}
-    for pid in pids:
+    for pid in born:
         _signal(pid, how)
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while any(born[pid] and _born(pid) == born[pid] for pid in pids):
+    while any(born[pid] and _born(pid) == born[pid] for pid in born):
         if time.monotonic() > deadline:
-            for pid in pids:
+            for pid in born:
                 if _born(pid) == born[pid]:
                     _signal(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long what takes, in seconds; in the address as `?ttl=7&renew=0.5&request=1&retry=0.2`.
+    """How long what takes, in seconds; in the address as `?ttl=6&renew=0.5&request=1&retry=0.2`.
 
     Attributes:
         ttl: of the leadership; what etcd stores decides, whatever a stand-by believes.
@@ -52,7 +52,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         margin: so much earlier than etcd a run counts its leadership as lost.
     """
 
-    ttl: int = 7
+    ttl: int = 6
     renew: float = 0.5
     request: float = 1.0
     retry: float = 0.2

@@ -15,6 +15,8 @@ from ibshell.pool import LocalPool
 
 app = typer.Typer()
 
+PROCESSES_MAX = 32  # beyond so many sites several share an agent
+
 
 def sites_progress(up: int, total: int) -> None:
     """Say how many sites are up, on a terminal."""
@@ -52,7 +54,7 @@ def up(
     pool = LocalPool(settings.pool_name())
     pool.create(described, reverse=lambda position: position % 2 == 1)
     try:
-        pool.start_all(sites_progress)
+        pool.start_all(sites_progress, sites_a_process=-(-len(described) // PROCESSES_MAX))
     except (IbshellError, KeyboardInterrupt):
         pool.stop_all()
         raise

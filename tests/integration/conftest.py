@@ -138,7 +138,7 @@ def pools():
             patch.setenv(f"IBSHELL_{name}_DIR", str(base / part))
         made = []
 
-        def make(sites, start=True, reverse=lambda position: position % 2 == 1, **described):
+        def make(sites, start=True, sites_a_process=1, reverse=lambda position: position % 2 == 1, **described):
             name = f"p{len(made)}"
             pool = Pool(name, tied=True)
             pool.work = base / "work"
@@ -147,7 +147,7 @@ def pools():
             made.append(pool)
             pool.create(SimulatedSite("site", sites, **described).named(), reverse)
             if start:
-                pool.start_all()
+                pool.start_all(sites_a_process=sites_a_process)
             return pool
 
         try:
@@ -184,12 +184,12 @@ def make_pool():
 
 @pytest.fixture
 def pool(make_pool):
-    """Four sites, for one test."""
-    return make_pool(4)
+    """Four sites, for one test; they share a process."""
+    return make_pool(4, sites_a_process=4)
 
 
 @pytest.fixture(scope="module")
 def shared_pool():
     """Four sites, for tests that change nothing."""
     with pools() as make:
-        yield make(4)
+        yield make(4, sites_a_process=4)

@@ -257,7 +257,8 @@ def test_no_escape_goes_into_a_pipe(shared_pool, words):
     assert b"\x1b" not in done.stdout + done.stderr
 
 
-def test_a_missing_site_is_shown_not_hidden(pool):
+def test_a_missing_site_is_shown_not_hidden(make_pool):
+    pool = make_pool(4)
     pool.stop("site-04")
     pool.until(lambda: "site-04" not in pool.sites_up())
     done = pool.cli("gpu", "list")

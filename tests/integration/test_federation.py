@@ -108,7 +108,8 @@ def test_a_malformed_plan_is_refused_before_anything_is_asked(pool):
     assert pool.json("fed", "list")["items"] == []
 
 
-def test_a_site_that_demands_more_stays_out(pool):
+def test_a_site_that_demands_more_stays_out(make_pool):
+    pool = make_pool(4)
     path = pool.site_directory("site-03") / "site.toml"
     path.write_text(path.read_text().replace("minimum_cohort = 3", "minimum_cohort = 4"))
     pool.stop("site-03")
@@ -119,7 +120,8 @@ def test_a_site_that_demands_more_stays_out(pool):
     assert "under the 4 that site-03 demands" in entry["lost"]["site-03"]
 
 
-def test_kill_9_of_a_site_in_a_round_and_its_return(pool):
+def test_kill_9_of_a_site_in_a_round_and_its_return(make_pool):
+    pool = make_pool(4)
     running = pool.background("fed", "run", str(pool.plan({"sleep": 0.3}, rounds=12)), "--out", "result")
     run = latest_run(pool)
     round_reached(pool, run, 2)

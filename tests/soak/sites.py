@@ -5,7 +5,6 @@ python tests/soak/sites.py --sites 1000 --minutes 5
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,19 +27,6 @@ def memory_mb(pid):
 def cpu_s(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK
-
-
-def start_sites(pool):
-    """Many sites a process: a process each would need a machine a site."""
-    names = pool.site_names()
-    processes = []
-    for first in range(0, len(names), SITES_A_PROCESS):
-        words = [sys.executable, "-P", "-m", "agent.main", "site"]
-        for name in names[first : first + SITES_A_PROCESS]:
-            words += ["--config", str(pool.site_directory(name) / "site.toml")]
-        with (pool.directory / f"sites-{first}.log").open("ab") as log:
-            processes.append(subprocess.Popen(words, stdout=log, stderr=log))
-    return processes
 
 
 def latencies_ms(pool, sites, count):
@@ -76,21 +62,15 @@ def run(sites, minutes):
         pool = LocalPool("soak", Path(directory) / "pool", tied=True)
         pool.create(SimulatedSite("s", sites, 1, 8).named(), reverse=lambda position: position % 2 == 1)
         began = time.monotonic()
-        hub = pool.start("hub")
-        processes = start_sites(pool)
         try:
-            while pool._sites_up() < sites:
-                time.sleep(0.5)
+            pool.start_all(sites_a_process=SITES_A_PROCESS)
+            hub = pool.processes()["hub"]
             print(f"{sites} sites: all up after {time.monotonic() - began:.1f} s", flush=True)
             seen = [measure(pool, hub, 10.0)]
             until = time.monotonic() + 60 * minutes
             while time.monotonic() < until:
                 seen.append(measure(pool, hub, 20.0))
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
             pool.stop_all()
     if len(seen) > 3 and seen[-1] > GROWTH_MAX * seen[1]:
         print(f"the hub has grown from {seen[1]:.1f} to {seen[-1]:.1f} MB")
