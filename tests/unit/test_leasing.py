@@ -260,6 +260,18 @@ def test_a_resize_that_cannot_be_is_over_all_the_same():
     assert len(machine.leases["a"].grants) == 1
 
 
+def test_nothing_is_added_to_what_is_ending():
+    """Case 079: a lease that is on its way to its end takes no more devices, no new time and no new holder."""
+    machine = site()
+    put(machine, Hold("a", "onc", 1, 10, 1))
+    put(machine, Commit("a", 600, 1))
+    [ending] = put(machine, Release("a", 1), 1).replies
+    for event in (Resize("a", 2, 0, 1, ending.version), Renew("a", 600, 1), Transfer("a", "radiology", 1)):
+        with pytest.raises(Refused, match="it cannot"):
+            machine.step(event, 2)
+    assert len(machine.free()) == 3, "it is not free before it is confirmed"
+
+
 def test_a_hub_that_has_connected_leaves_its_predecessor_nothing():
     machine = site()
     put(machine, Obey(2))
