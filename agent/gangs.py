@@ -51,6 +51,9 @@ class Gangs(PoolDriver):
         Raises:
             NotFound: none or several.
         """
+        exact = self.machine.gangs.get(prefix)
+        if exact is not None:
+            return exact.lease
         matching = [gang.lease for key, gang in self.machine.gangs.items() if key.startswith(prefix)]
         if not matching:
             raise NotFound(f"no lease {prefix}", "ibshell lease list shows them")

@@ -44,6 +44,7 @@ from fedpool.units import format_duration
 HOLD_TTL_MAX_S = 60.0
 GUARD_S = 5.0
 GUARD_FRACTION = 0.01
+SHAPES_MAX = 256
 EPOCHS_A_SECOND = 1000  # more grants than a site makes
 AGAIN_S = 1.0
 # A lease that is over is remembered so long, for requests that are repeated and hubs that were away.
@@ -153,6 +154,7 @@ class SiteGrants:
         self.epoch = 0
         self.term = 0
         self.recovering = True
+        self._suited: dict[Shape, list[Device]] = {}  # of shapes that were asked for lately
         self._by_uuid = {device.uuid: device for device in self.devices}
         # When something may be due for a lease; what no longer holds is dropped when its time comes.
         self._due: list[tuple[float, str]] = []
@@ -384,10 +386,10 @@ class SiteGrants:
             used[grant.uuid] -= grant.milli
         for grant in kept:
             used[grant.uuid] = WHOLE_MILLI
-        candidates = policies.usable(self.devices, used, shape, self._avoided(shape))
+        candidates = policies.with_room(self._suiting(shape), used, shape)
         chosen = policies.choose(candidates, used, shape, count)
         if chosen is None:
-            alike = [device for device in self.devices if policies.suits(device, shape)]
+            alike = self._suiting(msgspec.structs.replace(shape, avoid=()))
             kind = " or ".join(shape.kinds) or "GPUs of one type"
             raise Insufficient(
                 f"lease {lease_id} needs {count} {kind} at {self.site}; "
@@ -396,9 +398,18 @@ class SiteGrants:
             )
         return chosen
 
+    def _suiting(self, shape: Shape) -> list[Device]:
+        """The devices that will do, taken or not."""
+        if shape.avoid or shape.devices:
+            avoided = self._avoided(shape)
+            return [d for d in self.devices if d.node not in avoided and policies.suits(d, shape)]
+        if shape not in self._suited:
+            if len(self._suited) >= SHAPES_MAX:
+                self._suited.clear()
+            self._suited[shape] = [device for device in self.devices if policies.suits(device, shape)]
+        return self._suited[shape]
+
     def _avoided(self, shape: Shape) -> set[str]:
-        if not shape.avoid:
-            return set()
         return {
             self._by_uuid[grant.uuid].node
             for lease in self.leases.values()

@@ -3,6 +3,8 @@
 Both sides use it: the site to grant, the hub to tell what a site could grant.
 """
 
+import itertools
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fedpool.records import WHOLE_MILLI, Device, Shape
@@ -27,26 +29,28 @@ def suits(device: Device, shape: Shape) -> bool:
 def usable(
     devices: Iterable[Device], used: Mapping[str, int], shape: Shape, avoided: Collection[str] = ()
 ) -> list[Device]:
-    """The devices that will do and have enough left.
+    """The devices that will do and have enough left, in the order given.
 
     Args:
-        devices: of the site.
+        devices: of the site, node by node.
         used: {UUID: thousandths taken}, 1000 for a device that must not be given.
         shape: what is wanted.
         avoided: nodes that are not wanted.
     """
-    return [
-        device
-        for device in devices
-        if used.get(device.uuid, 0) + shape.milli <= WHOLE_MILLI and device.node not in avoided and suits(device, shape)
-    ]
+    return with_room([device for device in devices if device.node not in avoided and suits(device, shape)], used, shape)
+
+
+def with_room(devices: Iterable[Device], used: Mapping[str, int], shape: Shape) -> list[Device]:
+    """The devices, all of which will do, that have enough left."""
+    most = WHOLE_MILLI - shape.milli
+    return [device for device in devices if used.get(device.uuid, 0) <= most]
 
 
 def choose(candidates: Sequence[Device], used: Mapping[str, int], shape: Shape, count: int) -> list[Device] | None:
     """Choose `count` of the candidates.
 
     Args:
-        candidates: as `usable` found them.
+        candidates: as `usable` found them, node by node.
         used: {UUID: thousandths taken}.
         shape: what is wanted.
         count: devices wanted, >= 1.
@@ -133,10 +137,10 @@ def _pack(candidates: list[Device], count: int, one_leaf: bool) -> tuple[int, in
     """The choice with its cost: leaves used, nodes used, devices left over on touched nodes."""
     if len(candidates) < count:
         return None
-    leaves: dict[str, dict[str, list[Device]]] = {}
-    for device in candidates:
-        leaves.setdefault(device.leaf, {}).setdefault(device.node, []).append(device)
-    sizes = {leaf: sum(len(node) for node in nodes.values()) for leaf, nodes in leaves.items()}
+    leaves: dict[str, list[list[Device]]] = {}
+    for (leaf, _), alike in itertools.groupby(candidates, operator.attrgetter("leaf", "node")):
+        leaves.setdefault(leaf, []).append(list(alike))
+    sizes = {leaf: sum(map(len, nodes)) for leaf, nodes in leaves.items()}
     fitting = [leaf for leaf, size in sizes.items() if size >= count]
     if fitting:
         order = [min(fitting, key=lambda leaf: (sizes[leaf], leaf))]  # the tightest leaf that fits
@@ -148,7 +152,7 @@ def _pack(candidates: list[Device], count: int, one_leaf: bool) -> tuple[int, in
     spare = touched = used_leaves = 0
     for leaf in order:
         used_leaves += 1
-        machines = list(leaves[leaf].values())
+        machines = leaves[leaf]
         while machines and len(chosen) < count:
             missing = count - len(chosen)
             # A node that fits exactly, else the smallest that covers the rest, else the largest.

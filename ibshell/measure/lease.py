@@ -14,7 +14,7 @@ from ibshell.pool import LocalPool
 SITES = 4
 NODES = 64
 GPUS_PER_NODE = 8
-GANGS = 60
+GANGS = 200
 CLIENTS = 16
 SECONDS = 6.0
 COMMITS = 2000
