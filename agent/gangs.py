@@ -301,32 +301,31 @@ class Gangs(PoolDriver):
         return await self.end(lease, f"revoked: {reason}")
 
     async def resize(self, lease: Lease, gpus: int) -> Lease:
-        """Let an elastic lease have so many devices, as even over its sites as now.
+        """Let a lease have so many devices, at the sites it is at, and grow by itself to so many where there are not enough yet.
 
         Raises:
-            Refused: it is not elastic, or not active.
+            Refused: it may not have so few, or is not active.
             Insufficient: the sites have not so many; it has got what they have.
         """
-        demand = lease.demand
-        if not demand.gpus <= gpus <= demand.most:
+        if gpus < lease.demand.gpus:
             raise Refused(
-                f"lease {lease.id} may have {demand.gpus} to {demand.most} devices; {gpus} asked for",
-                "ask for a lease with --gpus FEWEST..MOST",
+                f"lease {lease.id} has at least {lease.demand.gpus} devices; {gpus} asked for",
+                "release it, and ask for one with --gpus FEWEST..MOST",
             )
-        left, target = gpus, {}
-        for position, part in enumerate(lease.parts):
-            target[part.site] = left // (len(lease.parts) - position)
-            left -= target[part.site]
-        changed = {part.site: target[part.site] for part in lease.parts if target[part.site] != part.gpus}
-        await self.put(ForLease(lease.id, ResizeAsked(changed, self.machine.queue.grace_s)))
+        share = self.machine.share(lease, gpus)
+        changed = {part.site: share[part.site] for part in lease.parts if share[part.site] != part.gpus}
+        await self.put(ForLease(lease.id, ResizeAsked(changed, self.machine.queue.grace_s, most=gpus)))
         growing = self.machine.queue.growing
-        lease = await self.wait_until(
-            lease.id, lambda _: not any((lease.id, site) in growing for site in changed), END_TIMEOUT_S
-        )
-        short = [part.site for part in lease.parts if part.gpus < changed.get(part.site, 0)]
-        if short and lease.state == "active":
+
+        def settled(now: Lease) -> bool:
+            return not any((now.id, site) in growing for site in changed) and all(
+                part.gpus <= changed.get(part.site, part.gpus) for part in now.parts
+            )
+
+        lease = await self.wait_until(lease.id, settled, END_TIMEOUT_S)
+        if lease.gpus < gpus and lease.state == "active":
             raise Insufficient(
-                f"lease {lease.id} has {lease.gpus} of {gpus} devices: no more are free at {', '.join(short)}",
+                f"lease {lease.id} has {lease.gpus} of {gpus} devices: no more are free where it is",
                 "it takes more by itself when they are",
             )
         return lease

@@ -79,11 +79,13 @@ class ResizeAsked(msgspec.Struct, frozen=True):
         gpus: {site: how many}.
         grace_s: how long the processes on those too many have.
         versions: {site: version of the lease there on which this rests}; filled in by the pool.
+        most: how many it may grow to by itself from now on, 0 for as many as before.
     """
 
     gpus: Mapping[str, int]
     grace_s: float
     versions: Mapping[str, int] = {}
+    most: int = 0
 
 
 class Renewed(msgspec.Struct, frozen=True):
@@ -193,7 +195,11 @@ class Gang:
             case NoticeAsked():
                 return self._notice_asked(event)
             case ResizeAsked():
-                return Decision(effects=self._resizes(event))
+                effects = self._resizes(event)
+                if event.most in (0, self.lease.demand.most):
+                    return Decision(effects=effects)
+                demand = msgspec.structs.replace(self.lease.demand, gpus_max=event.most)
+                return self._record(msgspec.structs.replace(self.lease, demand=demand), effects, reply=True)
             case Renewed():
                 deadline = event.asked_at + event.duration_s
                 moved = self._moved(self.lease, "renew", duration_s=event.duration_s, deadline=deadline)

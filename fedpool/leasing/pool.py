@@ -38,6 +38,7 @@ from fedpool.leasing.requests import Resize
 from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants, Use, holders, in_words, require_quota
 from fedpool.names import NAME, RULE
 from fedpool.placement.capacity import Capacity
+from fedpool.placement.spread import resized
 from fedpool.records import Inventory, Lease, Part, Quota, SiteLease, Tenant
 from fedpool.step import Decision
 from fedpool.units import format_duration
@@ -334,6 +335,18 @@ class Pool:
             self.queue.waiting[lease_id] = gang.lease  # looked at again with the next change, or in a moment
             wake_at = now + RETRY_S
         return Decision(decision.entries, decision.replies, decision.effects, wake_at)
+
+    def share(self, lease: Lease, gpus: int) -> dict[str, int]:
+        """{site: devices} for an active lease that is to have so many in all, as far as what is free allows."""
+        free: dict[str, int] = {}
+        for part in lease.parts:
+            column = self.capacity.column.get(part.kind)
+            if column is not None:
+                shape = msgspec.structs.replace(lease.demand.shape, kinds=(part.kind,))
+                row = self.capacity.row[part.site]
+                free[part.site] = int(self.capacity.available(shape, column, [row])[row])
+        have = {part.site: part.gpus for part in lease.parts}
+        return resized(have, gpus, free, lease.demand.per_site_min)
 
     def _require_resizable(self, lease: Lease, event: ResizeAsked) -> None:
         for site in event.gpus:

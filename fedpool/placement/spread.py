@@ -1,5 +1,7 @@
 """Distribute a gang over sites: as few sites as will do, or so many, or exactly those; as evenly as what is free allows."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from fedpool.placement.capacity import Counts
@@ -28,6 +30,32 @@ def spread(free: Counts, demand: Demand, gpus: int, rows: list[int] | None) -> d
     if demand.shape.same_leaf:
         return None
     return _fewest(free, gpus, demand.per_site_min)
+
+
+def resized(have: Mapping[str, int], gpus: int, free: Mapping[str, int], least: int) -> dict[str, int]:
+    """What a gang is to have at its sites once it has more or fewer devices, changed as little as possible.
+
+    Args:
+        have: {site: devices} now.
+        gpus: how many it is to have.
+        free: {site: devices that could be added}.
+        least: it keeps at least so many at every site.
+
+    Returns:
+        {site: devices}; more in all than `gpus` where `least` forbids fewer, fewer where no more are free.
+    """
+    shares = dict(have)
+    while sum(shares.values()) > gpus:
+        most = max(shares, key=lambda site: (shares[site], site))
+        if shares[most] <= least:
+            break
+        shares[most] -= 1
+    while sum(shares.values()) < gpus:
+        room = [site for site in shares if shares[site] < have[site] + free.get(site, 0)]
+        if not room:
+            break
+        shares[min(room, key=lambda site: (shares[site], site))] += 1
+    return shares
 
 
 def _evenly(free: Counts, rows: list[int], gpus: int, least: int) -> dict[int, int] | None:

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from fedpool.client.connection import Connection
 from fedpool.errors import NotFound, Pending, Refused, UsageError
+from fedpool.records import Demand, Shape
 from fedpool.units import format_duration, parse_duration, parse_size
 from fedpool.wire.messages import (
     ById,
@@ -74,6 +76,7 @@ def _show(view: LeaseView, output: str | None) -> None:
         render.write(render.record(data, output))
         return
     parts = data.pop("parts")
+    data["demand"] = _in_words(view.lease.demand)
     render.write(render.record({k: v for k, v in data.items() if v not in ("", {}, None)}, output))
     rows = [
         {
@@ -89,6 +92,20 @@ def _show(view: LeaseView, output: str | None) -> None:
     ]
     columns = [Column(key.upper(), key) for key in ("site", "state", "gpus", "token", "reason")]
     render.write("\n" + render.table(columns, rows, render.on_terminal()))
+
+
+def _in_words(demand: Demand) -> str:
+    """What was asked for, without what nobody asked for."""
+    plain = {**_defaults(Demand), **_defaults(Shape)}
+    wishes = {**msgspec.structs.asdict(demand), **msgspec.structs.asdict(demand.shape)}
+    for key in ("gpus", "gpus_max", "shape"):
+        wishes.pop(key)
+    gpus = f"{demand.gpus}..{demand.most}" if demand.most > demand.gpus else f"{demand.gpus}"
+    return " ".join([f"gpus={gpus}", *(f"{k}={render.cell(k, v)}" for k, v in wishes.items() if v != plain[k])])
+
+
+def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.default for field in msgspec.structs.fields(kind)}
 
 
 def _count(text: str) -> tuple[int, int]:
@@ -344,12 +361,18 @@ def resize(
     gpus: Annotated[int, typer.Option("--gpus", "-g", min=1, help="Devices over all sites.")],
     output: options.Output = None,
 ) -> None:
-    """Let an elastic lease grow or shrink.
+    """Let a lease grow, or an elastic one shrink, at the sites it is at.
+
+    What it gives back its jobs may use for another minute; they are told. What is not free yet it takes when it is.
 
     Example: ibshell lease resize 7f3a --gpus 128
     """
     with options.hub() as connection:
-        _say(connection.call("lease.resize", LeaseSize(lease, gpus), LeaseView), output)
+        view = connection.call("lease.resize", LeaseSize(lease, gpus), LeaseView)
+    if output is None:
+        render.write(f"lease {view.lease.id} has {view.lease.gpus} devices\n")
+    else:
+        _show(view, output)
 
 
 @app.command()

@@ -6,8 +6,9 @@ import pytest
 from unit.pool_world import HOUR, World
 
 from fedpool.errors import IbshellError, NotFound, Refused, StaleToken, Unreachable, UsageError
-from fedpool.leasing.gang import EndAsked, PartFailed
+from fedpool.leasing.gang import EndAsked, PartFailed, ResizeAsked
 from fedpool.leasing.pool import ForLease, PlanWanted, Pool, TenantSet
+from fedpool.placement.spread import resized
 from fedpool.records import Quota, Shape, Tenant
 
 
@@ -273,3 +274,38 @@ def test_who_gives_up_waiting_lets_the_others_go():
     world.put(ForLease(first, EndAsked("released")))
     world.settle()
     assert world.state(behind) == "active"
+
+
+def test_a_lease_that_was_made_smaller_stays_so_and_one_made_larger_grows_when_it_can():
+    world = World(sites=2, gpus=4)
+    elastic = world.ask(2, gpus_max=6, sites=2)
+    assert world.lease(elastic).gpus == 6
+
+    def resize(gpus):
+        share = world.hub.share(world.lease(elastic), gpus)
+        world.put(ForLease(elastic, ResizeAsked(share, 60.0, most=gpus)))
+        world.settle()
+
+    resize(3)
+    world.pass_time(300)
+    assert world.lease(elastic).gpus == 3 and world.held() == 3, "nobody gives it back what it did not want"
+    other = world.ask(4, "b")
+    resize(7)
+    assert world.lease(elastic).gpus == 4
+    world.end(other)
+    assert world.lease(elastic).gpus == 7
+
+
+@pytest.mark.parametrize(
+    ("have", "gpus", "free", "least", "expected"),
+    [
+        ({"a": 2, "b": 1}, 3, {"a": 9, "b": 9}, 1, {"a": 2, "b": 1}),
+        ({"a": 2, "b": 1}, 4, {"a": 9, "b": 0}, 1, {"a": 3, "b": 1}),
+        ({"a": 2, "b": 1}, 6, {"a": 9, "b": 9}, 1, {"a": 3, "b": 3}),
+        ({"a": 5, "b": 1}, 3, {}, 1, {"a": 2, "b": 1}),
+        ({"a": 2, "b": 2}, 1, {}, 1, {"a": 1, "b": 1}),
+        ({"a": 2, "b": 2}, 9, {"a": 1}, 1, {"a": 3, "b": 2}),
+    ],
+)
+def test_a_gang_is_resized_with_as_little_change_as_possible(have, gpus, free, least, expected):
+    assert resized(have, gpus, free, least) == expected
