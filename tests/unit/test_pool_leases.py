@@ -6,8 +6,9 @@ import pytest
 from unit.pool_world import HOUR, World
 
 from fedpool.errors import IbshellError, NotFound, Refused, StaleToken, Unreachable, UsageError
-from fedpool.leasing.gang import EndAsked, PartFailed, ResizeAsked
+from fedpool.leasing.gang import EndAsked, PartFailed, Renewed, Reported, ResizeAsked, surely_over
 from fedpool.leasing.pool import ForLease, PlanWanted, Pool, TenantSet
+from fedpool.leasing.requests import Renew, Tick
 from fedpool.placement.spread import resized
 from fedpool.records import Quota, Shape, Tenant
 
@@ -169,6 +170,8 @@ def test_what_a_lease_may_still_get_counts_until_its_site_has_said_what_became_o
     world.asks.clear()
     world.put(ForLease(elastic, PartFailed("s0", late.what, Unreachable("lost"))))
     assert world.hub.tenants.holds("a", "*", "*") == 3, "it may have it"
+    world.describe("s0")
+    assert world.hub.tenants.holds("a", "*", "*") == 3, "the site has not had it yet, and may have it later"
     world.put(PlanWanted())
     assert [ask.what for ask in world.asks] == [late.what], "asked for again, not for more"
     waits = world.ask(2, settle=False)
@@ -178,6 +181,25 @@ def test_what_a_lease_may_still_get_counts_until_its_site_has_said_what_became_o
     assert world.lease(elastic).gpus == 3 and world.hub.tenants.holds("a", "*", "*") == 3
     with pytest.raises(StaleToken):
         world.at_site("s0", late.what)
+
+
+def test_the_holder_stops_first_and_the_hub_gives_up_last():
+    """The holder counts from when it asked, the site from when it answered and a guard more; what the hub calls over is over."""
+    world = World(sites=1)
+    lease = world.ask(2, hours=1.0)
+    asked_at = world.now
+    world.now += 20.0  # on its way
+    renewed = world.at_site("s0", Renew(lease, 2 * HOUR, 1))
+    world.now += 20.0  # and back
+    world.put(ForLease(lease, Reported("s0", renewed)))
+    world.put(ForLease(lease, Renewed(2 * HOUR, asked_at)))
+    holder, site, hub = world.lease(lease).deadline, renewed.deadline, surely_over(world.lease(lease))
+    assert holder == asked_at + 2 * HOUR
+    assert holder + 0.01 * 2 * HOUR < site < hub
+    world.hub.site_lost("s0")
+    world.now = site + 1.0
+    world.at_site("s0", Tick())
+    assert world.sites["s0"].leases[lease].state == "expired" and world.now < hub, "over before anybody assumes so"
 
 
 def test_nobody_waits_for_ever():
