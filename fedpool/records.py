@@ -1,5 +1,7 @@
 """The words of the domain, as frozen records. They know nothing of how they are stored, sent or shown."""
 
+import math
+
 import msgspec
 
 LeaseId = str
@@ -270,6 +272,12 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True):
     def gpus(self) -> int:
         """Devices over all sites; before it is placed, the fewest asked for."""
         return sum(part.gpus for part in self.parts) if self.parts else self.demand.gpus
+
+    @property
+    def waits_until(self) -> float:
+        """When it has waited for as long as it may, by the hub's CLOCK_BOOTTIME."""
+        wait = self.demand.max_wait_s
+        return math.inf if wait is None else max(self.submitted, self.demand.not_before) + wait
 
 
 class Quota(msgspec.Struct, frozen=True):

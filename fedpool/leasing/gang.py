@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from fedpool.errors import IbshellError, NotFound, Recovering, Refused, StorageFailed, Unreachable
+from fedpool.errors import IbshellError, NotFound, Recovering, Refused, StaleToken, StorageFailed, Unreachable
 from fedpool.leasing import lease as life
 from fedpool.leasing.grants import GUARD_FRACTION, GUARD_S
 from fedpool.leasing.requests import Abort, Commit, Hold, LeaseEvent, Notify, Release, Resize, Transfer
@@ -161,6 +161,7 @@ class Gang:
         recorded: as it was recorded last.
         placing: whether sites are being asked for holds now.
         failure: why it could not be placed the last time, or None.
+        failures: how often in a row it could not be placed where the hub thought it could.
     """
 
     def __init__(self, lease: Lease, term: int) -> None:
@@ -168,6 +169,7 @@ class Gang:
         self.term = term
         self.placing = False
         self.failure: IbshellError | None = None
+        self.failures = 0
 
     def apply(self, entry: LeaseRecorded) -> None:
         """Fold one durable entry into the state."""
@@ -304,9 +306,10 @@ class Gang:
     def _give_up(self, error: IbshellError, but: str, now: float) -> GangDecision:
         """No site keeps its hold; the lease waits again."""
         asks = self._aborts(but=but)
-        self.placing, self.failure = False, error
+        self.placing, self.failure, self.failures = False, error, self.failures + 1
         self.lease = msgspec.structs.replace(self.lease, parts=())
-        if self.lease.demand.max_wait_s == 0:
+        # A site that knows of a later life of this lease will not have it again.
+        if now >= self.lease.waits_until or isinstance(error, StaleToken):
             return self._record(self._moved(self.lease, "abort", reason=error.message, ended=now), asks, reply=True)
         if self.lease.state == "queued":
             return Decision(effects=asks)

@@ -351,7 +351,10 @@ class SiteGrants:
             )
         self._require_duration(event.duration_s)
         if known is not None and known.state != "held" and known.state != "aborted":
-            raise Refused(f"lease {known.id} at {self.site} is {known.state}: it cannot be placed again")
+            raise StaleToken(
+                f"lease {known.id} is {known.state} at {self.site}: it cannot be placed again",
+                "the hub has lost what it knew of it; ask for a new one",
+            )
         own = known.grants if known is not None and known.occupies else ()
         chosen = self._choose(event.lease, event.shape, event.gpus, own)
         epoch = self.epoch + 1

@@ -43,7 +43,8 @@ from fedpool.records import Inventory, Lease, Part, Quota, SiteLease, Tenant
 from fedpool.step import Decision
 from fedpool.units import format_duration
 
-RETRY_S = 1.0
+RETRY_S = 1.0  # after a site has refused; doubling
+RETRY_LAST_S = 30.0
 
 # A lease that is over is listed so long, and at most so many of them, with at most so many parts in all.
 REMEMBER_S = 7 * 86400.0
@@ -333,7 +334,7 @@ class Pool:
             and not any(e.lease.state == "aborted" for e in decision.entries)
         ):
             self.queue.waiting[lease_id] = gang.lease  # looked at again with the next change, or in a moment
-            wake_at = now + RETRY_S
+            wake_at = now + min(RETRY_LAST_S, RETRY_S * 2.0 ** min(gang.failures, 10))
         return Decision(decision.entries, decision.replies, decision.effects, wake_at)
 
     def share(self, lease: Lease, gpus: int) -> dict[str, int]:
@@ -431,7 +432,7 @@ class Pool:
             yield lease_id, Placed(parts, (self.term << 20) + (self.gangs[lease_id].lease.attempt & 0xFFFFF) + 1)
         for lease_id in plan.unplaced:
             lease = self.gangs[lease_id].lease
-            over = now >= self.queue.waits_until(lease)
+            over = now >= lease.waits_until
             if lease.state == "requested" or over:
                 yield lease_id, Unplaceable(self.why(lease, now), over)
         for victim in plan.notices:
@@ -447,7 +448,7 @@ class Pool:
     def _wake(self, now: float) -> float | None:
         """When time alone may change something for those that wait."""
         times = [lease.demand.not_before for lease in self.queue.waiting.values() if lease.demand.not_before > now]
-        times += [self.queue.waits_until(lease) for lease in self.queue.waiting.values()]
+        times += [lease.waits_until for lease in self.queue.waiting.values()]
         return min((time for time in times if now < time < math.inf), default=None)
 
     def _tenant_set(self, tenant: Tenant) -> PoolDecision:
@@ -522,6 +523,9 @@ class Pool:
         for quota in self._full_quotas(lease):
             held = self.tenants.holds(lease.tenant, quota.kind, quota.site)
             return f"{in_words(lease.tenant, held, quota)}; {demand.gpus} asked for"
+        failure = self.gangs[lease.id].failure if lease.id in self.gangs else None
+        if failure is not None and not isinstance(failure, Insufficient):
+            return failure.message  # a site will not have it, whatever is free
         columns = self.capacity.columns(demand.shape)
         rows = [self.capacity.row[name] for name in demand.site_names] or slice(None)
         free = max((int(self.capacity.available(demand.shape, c)[rows].sum()) for c in columns), default=0)

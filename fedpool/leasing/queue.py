@@ -14,7 +14,6 @@ The planner proposes; `pool.py` makes its proposals entries, and the sites have 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -151,7 +150,7 @@ class Queue:
                     plan.unplaced.append(lease.id)
                 continue
             if nothing_free and lease.id not in new and len(self._first) == len(self.capacity.kinds):
-                if now >= self.waits_until(lease):
+                if now >= lease.waits_until:
                     plan.unplaced.append(lease.id)
                 continue
             sought = lease.id in new or self._touches(lease, changed)
@@ -173,12 +172,6 @@ class Queue:
         most = int(self.capacity.free.sum(axis=0).max(initial=0))
         fractional = any(lease.demand.shape.milli < 1000 for lease in self.waiting.values())
         return not fractional and all(lease.demand.gpus > most for lease in self.waiting.values())
-
-    @staticmethod
-    def waits_until(lease: Lease) -> float:
-        """When a request has waited for as long as it may."""
-        wait = lease.demand.max_wait_s
-        return math.inf if wait is None else max(lease.submitted, lease.demand.not_before) + wait
 
     def _promise_reservations(self, timeline: Timeline, now: float) -> None:
         booked = [lease for lease in self.waiting.values() if lease.demand.not_before]

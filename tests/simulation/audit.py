@@ -5,7 +5,7 @@ import msgspec
 from fedpool.leasing import lease as life
 from fedpool.leasing.gang import LeaseRecorded
 from fedpool.leasing.grants import GrantEntry, LeaseChanged, LeasesForgotten, SiteGrants, SiteState
-from fedpool.leasing.pool import Pool, PoolEntry
+from fedpool.leasing.pool import Pool, PoolEntry, PoolState
 
 WHOLE = 1000
 _SITE = msgspec.json.Decoder(GrantEntry)
@@ -138,6 +138,18 @@ class HubAudit:
             held = sum(site.audit.held(tenant) for site in self.world.sites.values())
             if held > limit:
                 raise Broken(f"tenant {tenant} holds {held} devices; its limit is {limit}")
+
+    def forget_volatile(self, rows):
+        """The disk has lost its latest rows: what the hub has forgotten it cannot count, so limits hold no longer."""
+        self.leases = {}
+        self.limits = {}
+        for row in rows:
+            if row.stream == "leases":
+                entry = _HUB.decode(row.body)
+                if isinstance(entry, LeaseRecorded):
+                    self.leases[entry.lease.id] = entry.lease
+                elif isinstance(entry, PoolState):
+                    self.leases = {lease.id: lease for lease in entry.leases}
 
     def answered(self, view):
         """A client was told this: it must stand on the hub's disk."""

@@ -119,6 +119,12 @@ class HubMachine(Machine):
     def written(self, rows):
         self.world.checked(self.world.hub_audit.written, rows)
 
+    def power_lost(self):
+        lost = self.disk.volatile
+        super().power_lost()
+        if lost:
+            self.world.hub_audit.forget_volatile(self.disk.rows)
+
     def find(self, name):
         site = self.world.sites[name]
         return site.process, site.service.serve if site.service is not None else None

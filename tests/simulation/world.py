@@ -228,7 +228,7 @@ class World:
                 machine.disk.slow_s = 2.0
                 self.loop.outside(fault.for_s, self.mend_disk, machine)
             case "lying-disk":
-                machine.disk.lies = machine is not self.hub
+                machine.disk.lies = True
                 self.loop.outside(fault.for_s, self.mend_disk, machine)
             case "jump":
                 machine.clock.offset_s += machine.chance.choice([-3600, -60, -15, 15, 60, 3600])

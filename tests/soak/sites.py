@@ -15,7 +15,7 @@ from fedpool.wire.messages import ById, LeaseView, LeaseWanted
 from ibshell.pool import LocalPool
 
 SITES_A_PROCESS = 125
-GROWTH_MAX = 1.15
+GROWTH_MAX = 1.08
 TICK = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -72,8 +72,10 @@ def run(sites, minutes):
                 seen.append(measure(pool, hub, 20.0))
         finally:
             pool.stop_all()
-    if len(seen) > 3 and seen[-1] > GROWTH_MAX * seen[1]:
-        print(f"the hub has grown from {seen[1]:.1f} to {seen[-1]:.1f} MB")
+    # In the first half it fills what it remembers of leases that are over, which is bounded.
+    middle = seen[len(seen) // 2]
+    if len(seen) > 3 and seen[-1] > GROWTH_MAX * middle:
+        print(f"the hub has grown from {middle:.1f} to {seen[-1]:.1f} MB")
         return 1
     return 0
 

@@ -7,6 +7,7 @@ from unit.pool_world import HOUR, World
 
 from fedpool.errors import IbshellError, NotFound, Refused, StaleToken, Unreachable, UsageError
 from fedpool.leasing.gang import EndAsked, PartFailed, Renewed, Reported, ResizeAsked, surely_over
+from fedpool.leasing.grants import SiteLimits
 from fedpool.leasing.pool import ForLease, PlanWanted, Pool, TenantSet
 from fedpool.leasing.requests import Renew, Tick
 from fedpool.placement.spread import resized
@@ -331,3 +332,46 @@ def test_a_lease_that_was_made_smaller_stays_so_and_one_made_larger_grows_when_i
 )
 def test_a_gang_is_resized_with_as_little_change_as_possible(have, gpus, free, least, expected):
     assert resized(have, gpus, free, least) == expected
+
+
+def test_what_a_site_will_not_have_waits_with_its_reason_and_not_for_ever():
+    """Nothing is in the way but the site's own policy: that is said, it is tried ever more seldom, and given up in time."""
+    world = World(sites=1)
+    world.sites["s0"].limits = SiteLimits(max_duration_s=HOUR)
+    patient, other = world.ask(2, hours=2.0), world.ask(2, hours=2.0, wait=90.0)
+    says = "2h at s0, whose policy allows 1h"
+    assert world.hub.why(world.lease(patient), world.now) == says
+    waits = []
+    for _ in range(8):
+        world.hub.queue.mark()
+        decision = world.hub.step(PlanWanted(), world.now)
+        world.asks += decision.effects
+        while world.asks:
+            ask = world.asks.pop()
+            with pytest.raises(Refused) as refused:
+                world.at_site("s0", ask.what)
+            failed = world.hub.step(ForLease(ask.lease, PartFailed("s0", ask.what, refused.value)), world.now)
+            if ask.lease == patient:
+                waits.append(failed.wake_at - world.now)
+    assert waits == sorted(waits) and waits[-1] == 30.0
+    world.pass_time(120)
+    assert world.state(other) == "aborted" and world.lease(other).reason == says
+    assert world.state(patient) == "queued" and world.held() == 0
+
+
+def test_a_lease_that_a_site_has_seen_end_is_not_placed_again():
+    """The hub's disk has lost what became of it."""
+    world = World(sites=1)
+    lease = world.ask(2)
+    kept = world.entries[:1]
+    world.end(lease)
+    forgetful = Pool(world.sites)
+    forgetful.term = 2
+    for entry in kept:
+        forgetful.apply(entry)
+    world.hub = forgetful
+    world.describe("s0")
+    world.settle()
+    assert (
+        world.state(lease) == "aborted" and "is released at s0: it cannot be placed again" in world.lease(lease).reason
+    )
