@@ -32,6 +32,8 @@ CREATE INDEX entries_stream ON entries (stream, seq);
 {_SNAPSHOTS}
 """
 _INSERT = "INSERT INTO entries (stream, at, boot, wall, body) VALUES (?, ?, ?, ?, ?)"
+# The entries stay; a snapshot says nothing that they do not.
+_SUPERSEDED = "DELETE FROM entries WHERE seq = (SELECT seq FROM snapshots WHERE stream = ?)"
 _MARK = "INSERT INTO snapshots VALUES (?, ?) ON CONFLICT (stream) DO UPDATE SET seq = excluded.seq"
 
 Result = TypeVar("Result")
@@ -191,6 +193,7 @@ class SqliteStore:
         self._db.execute("BEGIN IMMEDIATE")
         for one in group:
             if one.snapshot:
+                self._db.execute(_SUPERSEDED, (one.stream,))
                 seq = self._db.execute(_INSERT, one.rows[0]).lastrowid
                 self._db.execute(_MARK, (one.stream, seq))
             self._db.executemany(_INSERT, one.rows[1:] if one.snapshot else one.rows)

@@ -14,6 +14,7 @@ Rules for changing it: whatever decides about a device stands here; killing and 
 from __future__ import annotations
 
 import heapq
+import itertools
 from typing import TypeAlias
 
 import msgspec
@@ -47,8 +48,9 @@ GUARD_FRACTION = 0.01
 SHAPES_MAX = 256
 EPOCHS_A_SECOND = 1000  # more grants than a site makes
 AGAIN_S = 1.0
-# A lease that is over is remembered so long, for requests that are repeated and hubs that were away.
+# A lease that is over is remembered so long, for requests that are repeated and hubs that were away, and at most so many.
 REMEMBER_S = 3600.0
+REMEMBER_MAX = 10_000
 
 
 class LeaseChanged(msgspec.Struct, frozen=True, tag="lease.changed"):
@@ -156,6 +158,7 @@ class SiteGrants:
         self.recovering = True
         self._suited: dict[Shape, list[Device]] = {}  # of shapes that were asked for lately
         self._by_uuid = {device.uuid: device for device in self.devices}
+        self._over: dict[str, None] = {}  # the earliest that ended first
         # When something may be due for a lease; what no longer holds is dropped when its time comes.
         self._due: list[tuple[float, str]] = []
 
@@ -169,6 +172,7 @@ class SiteGrants:
             case LeasesForgotten():
                 for lease_id in entry.ids:
                     del self.leases[lease_id]
+                    self._over.pop(lease_id, None)
             case CordonChanged():
                 self.term = max(self.term, entry.term)
                 if entry.reason is None:
@@ -187,6 +191,7 @@ class SiteGrants:
                     self._due = sorted((time, lease.id) for lease in self.leases.values() for time in _times(lease))
             case SiteState():
                 self.leases, self.used, self._due, self.cordons = {}, {}, [], dict(entry.cordons)
+                self._over = {}
                 self.epoch, self.term = entry.epoch, entry.term
                 for lease in entry.leases:
                     self._put(lease)
@@ -201,6 +206,10 @@ class SiteGrants:
                 self.used[grant.uuid] = self.used.get(grant.uuid, 0) + grant.milli
                 assert self.used[grant.uuid] <= WHOLE_MILLI, f"{grant.uuid} is given twice, now to {lease.id}"
         self.leases[lease.id] = lease
+        if lease.state in life.FINAL:
+            self._over[lease.id] = None
+        else:
+            self._over.pop(lease.id, None)
         for time in _times(lease):
             heapq.heappush(self._due, (time, lease.id))
 
@@ -535,7 +544,9 @@ class SiteGrants:
     def _tick(self, now: float) -> GrantDecision:
         entries: list[GrantEntry] = []
         effects: list[EndProcesses | WarnProcesses] = []
-        forgotten: list[str] = []
+        forgotten: dict[str, None] = {}
+        if len(self._over) > 1.1 * REMEMBER_MAX:
+            forgotten.update(dict.fromkeys(itertools.islice(self._over, len(self._over) - REMEMBER_MAX)))
         due: list[tuple[float, str]] = []
         while self._due and self._due[0][0] <= now:
             due.append(heapq.heappop(self._due))
@@ -545,7 +556,7 @@ class SiteGrants:
                 continue
             heapq.heappush(self._due, (now + AGAIN_S, lease_id))  # looked at again, should it not have moved on by then
             if lease.state in life.FINAL:
-                forgotten.append(lease.id)
+                forgotten[lease.id] = None
             elif lease.state == "held":
                 aborted = self._moved(lease, "abort", reason="hold lapsed", deadline=now)
                 entries.append(LeaseChanged(aborted, self.epoch, self.term))

@@ -325,3 +325,16 @@ def test_what_is_long_over_is_forgotten_and_nothing_grows():
     for later in (0, 2):
         put(machine, Tick(), 50 + REMEMBER_S + later)
     assert not machine.leases and not machine._due
+
+
+def test_no_more_than_so_many_leases_that_are_over_are_remembered(monkeypatch):
+    monkeypatch.setattr("fedpool.leasing.grants.REMEMBER_MAX", 10)
+    machine = site()
+    put(machine, Hold("kept", "onc", 1, 10, 1))
+    put(machine, Commit("kept", 600, 1))
+    for number in range(50):
+        put(machine, Hold(f"{number}", "onc", 1, 10, 1), 1)
+        put(machine, Abort(f"{number}", 1), 1)
+        put(machine, Tick(), 1)
+        assert len(machine.leases) <= 13
+    assert {"kept", "49", "40"} <= machine.leases.keys() and "30" not in machine.leases, "the latest are remembered"
