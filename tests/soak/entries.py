@@ -48,6 +48,7 @@ async def grow(path, entries):
     """Leases begin and end, four entries each; some stay."""
     site, store = opened(path)
     await site.recover()
+    running = asyncio.create_task(site.run())
 
     async def live(number):
         lease = f"{number:08x}"
@@ -61,6 +62,9 @@ async def grow(path, entries):
         if first % 20_000 == 0:
             print(f"  {first * 4:,} entries written", file=sys.stderr, flush=True)
     while any(lease.state == "ending" for lease in site.machine.leases.values()):  # noqa: ASYNC110 (the last of many)
+        await asyncio.sleep(0.05)
+    while not running.done():  # wait_for of Python 3.11 may swallow one cancellation
+        running.cancel()
         await asyncio.sleep(0.05)
     await store.close()
     return site.machine.state()
