@@ -13,7 +13,7 @@ from fedpool.errors import Recovering
 from fedpool.leasing.gang import EndAsked
 from fedpool.leasing.grants import SiteGrants
 from fedpool.leasing.pool import ForLease, PlanWanted, Pool, TenantSet
-from fedpool.leasing.requests import Hold, ProcessesGone, Tick
+from fedpool.leasing.requests import Hold, ProcessesGone
 from fedpool.records import Quota, Shape, Tenant
 from fedpool.sim.scenario import SimulatedSite
 
@@ -30,13 +30,7 @@ def test_link_loss_never_kills_a_healthy_lease(silent_s):
     before = grants(world, lease)
     world.hub.site_lost("s0")
     waits = world.ask(4, "b", site_names=("s0",))
-    until = world.now + silent_s
-    while world.now < until:
-        world.now = min(until, world.now + 60)
-        for name in world.sites:
-            world.at_site(name, Tick())
-        world.hub.queue.mark()
-        world.settle()
+    world.pass_time(silent_s)
     assert world.state(lease) == "active" and grants(world, lease) == before, "it runs on, with its devices and tokens"
     assert world.state(waits) == "queued" and world.hub.tenants.holds("a", "*", "*") == 8, "and nobody else gets them"
     world.describe("s0")
