@@ -336,6 +336,12 @@ class SiteGrants:
             )
         return msgspec.structs.replace(lease, state=state, version=lease.version + 1, **changes)
 
+    def _require_recovered(self) -> None:
+        if self.recovering:
+            raise Recovering(
+                f"{self.site} has just restarted and is reading its own state back", "try again in a moment"
+            )
+
     def _require_duration(self, duration_s: float) -> None:
         if duration_s > self.limits.max_duration_s:
             raise Refused(
@@ -349,10 +355,7 @@ class SiteGrants:
             if event.attempt < known.attempt:
                 raise StaleToken(f"attempt {event.attempt} to place lease {event.lease}, which is at {known.attempt}")
             return Decision(replies=(known,))  # the same request again: the first answer
-        if self.recovering:
-            raise Recovering(
-                f"{self.site} has just restarted and is reading its own state back", "try again in a moment"
-            )
+        self._require_recovered()
         if event.gpus < 1 or not 0 < event.ttl_s <= HOLD_TTL_MAX_S:
             raise UsageError(
                 f"a hold of {event.gpus} devices for {event.ttl_s} s",
@@ -477,10 +480,7 @@ class SiteGrants:
             return self._change(moved, warning, term=event.term)
         if lease.notice or lease.next_tenant:
             raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice or 'it changes hands'}")
-        if self.recovering:
-            raise Recovering(
-                f"{self.site} has just restarted and is reading its own state back", "try again in a moment"
-            )
+        self._require_recovered()
         try:
             more = self._choose(lease.id, lease.shape, event.gpus - len(staying), kept=lease.grants)
         except (Insufficient, Refused):
