@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import msgspec
 
@@ -51,15 +52,8 @@ class Gangs(PoolDriver):
         Raises:
             NotFound: none or several.
         """
-        exact = self.machine.gangs.get(prefix)
-        if exact is not None:
-            return exact.lease
-        matching = [gang.lease for key, gang in self.machine.gangs.items() if key.startswith(prefix)]
-        if not matching:
-            raise NotFound(f"no lease {prefix}", "ibshell lease list shows them")
-        if len(matching) > 1:
-            raise NotFound(f"{prefix} could be {', '.join(lease.id for lease in matching[:5])}", "give more digits")
-        return matching[0]
+        gangs = self.machine.gangs
+        return gangs[prefix if prefix in gangs else _only(prefix, gangs)].lease
 
     def summary(self, lease: Lease) -> LeaseView:
         """A lease as a line of a list: why it waits, but not for how long."""
@@ -197,14 +191,10 @@ class Gangs(PoolDriver):
             NotFound: no site has it, or several leases begin so.
             Refused: it ends by itself, or a site that may have a part of it has not said yet what it has.
         """
-        held = [(link, lease) for link in self._links.values() for lease in self._orphans(link, prefix)]
-        if not held:
-            raise NotFound(f"no lease {prefix}", "ibshell lease list shows them")
+        orphans = [(link, lease) for link in self._links.values() for lease in self._orphans(link)]
+        lease_id = _only(prefix, dict.fromkeys(lease.id for _, lease in orphans))
+        held = [(link, lease) for link, lease in orphans if lease.id == lease_id]
         first = held[0][1]
-        if any(lease.id != first.id for _, lease in held):
-            raise NotFound(
-                f"{prefix} could be {', '.join(sorted({lease.id for _, lease in held}))}", "give more digits"
-            )
         for link in self._links.values():
             if link.description is None:
                 raise Refused(
@@ -229,9 +219,9 @@ class Gangs(PoolDriver):
             await self.put(Adopted(adopted))
         return await self.told(first.id)
 
-    def _orphans(self, link: SiteLink, prefix: str) -> list[SiteLease]:
+    def _orphans(self, link: SiteLink) -> list[SiteLease]:
         leases = self.machine.capacity.sites[link.name].leases.values()
-        return [lease for lease in leases if lease.id.startswith(prefix) and lease.id not in self.machine.gangs]
+        return [lease for lease in leases if lease.id not in self.machine.gangs]
 
     def _part(self, site: str, lease: SiteLease) -> Part:
         kind = self.machine.capacity.sites[site].kind_of(lease.grants[0].uuid) or ""
@@ -349,6 +339,20 @@ class Gangs(PoolDriver):
             )
         await self.put(ForLease(lease.id, Accepted()))
         return await self.wait_until(lease.id, lambda found: not found.next_tenant, END_TIMEOUT_S)
+
+
+def _only(prefix: str, ids: Iterable[str]) -> str:
+    """The one id that begins so.
+
+    Raises:
+        NotFound: none or several.
+    """
+    matching = [lease_id for lease_id in ids if lease_id.startswith(prefix)]
+    if not matching:
+        raise NotFound(f"no lease {prefix}", "ibshell lease list shows them")
+    if len(matching) > 1:
+        raise NotFound(f"{prefix} could be {', '.join(matching[:5])}", "give more digits")
+    return matching[0]
 
 
 def _same(known: Lease, asked: Lease) -> bool:
