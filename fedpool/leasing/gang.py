@@ -161,7 +161,7 @@ class Gang:
         recorded: as it was recorded last.
         placing: whether sites are being asked for holds now.
         failure: why it could not be placed the last time, or None.
-        failures: how often in a row it could not be placed where the hub thought it could.
+        failures: how often sites have refused it since this hub began, although the hub thought they would not.
     """
 
     def __init__(self, lease: Lease, term: int) -> None:
