@@ -93,9 +93,9 @@ class SiteLeases:
             wake_at = await self._tick()
             self._wake.clear()
             try:
-                await asyncio.wait_for(
-                    self._wake.wait(), None if wake_at is None else max(SHORTEST_S, wake_at - self._clock.now())
-                )
+                # Not wait_for: that of Python 3.11 swallows a cancellation that comes together with the event.
+                async with asyncio.timeout(None if wake_at is None else max(SHORTEST_S, wake_at - self._clock.now())):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

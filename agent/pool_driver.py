@@ -230,7 +230,8 @@ class PoolDriver:
         while True:
             wait = None if self._plan_at is None else max(SHORTEST_S, self._plan_at - self.clock.now())
             try:
-                await asyncio.wait_for(self._plan_due.wait(), wait)
+                async with asyncio.timeout(wait):  # not wait_for; see `SiteLeases.run`
+                    await self._plan_due.wait()
             except TimeoutError:
                 self.machine.queue.mark()
             self._plan_due.clear()

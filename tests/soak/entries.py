@@ -63,9 +63,8 @@ async def grow(path, entries):
             print(f"  {first * 4:,} entries written", file=sys.stderr, flush=True)
     while any(lease.state == "ending" for lease in site.machine.leases.values()):  # noqa: ASYNC110 (the last of many)
         await asyncio.sleep(0.05)
-    while not running.done():  # wait_for of Python 3.11 may swallow one cancellation
-        running.cancel()
-        await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.wait([running])
     await store.close()
     return site.machine.state()
 
