@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from agent.links import SiteLink
 from agent.pool_driver import PoolDriver
 from fedpool.errors import (
     IbshellError,
@@ -191,7 +190,7 @@ class Gangs(PoolDriver):
             NotFound: no site has it, or several leases begin so.
             Refused: it ends by itself, or a site that may have a part of it has not said yet what it has.
         """
-        orphans = [(link, lease) for link in self._links.values() for lease in self._orphans(link)]
+        orphans = [(link, lease) for link in self._links.values() for lease in self.orphans(link.name)]
         lease_id = _only(prefix, dict.fromkeys(lease.id for _, lease in orphans))
         held = [(link, lease) for link, lease in orphans if lease.id == lease_id]
         first = held[0][1]
@@ -219,8 +218,9 @@ class Gangs(PoolDriver):
             await self.put(Adopted(adopted))
         return await self.told(first.id)
 
-    def _orphans(self, link: SiteLink) -> list[SiteLease]:
-        leases = self.machine.capacity.sites[link.name].leases.values()
+    def orphans(self, site: str) -> list[SiteLease]:
+        """What a site holds and the hub does not know."""
+        leases = self.machine.capacity.sites[site].leases.values()
         return [lease for lease in leases if lease.id not in self.machine.gangs]
 
     def _part(self, site: str, lease: SiteLease) -> Part:

@@ -208,11 +208,6 @@ def gpus(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
     return Listing(items, _missing(links), _as_of(gangs, links))
 
 
-def _unknown(gangs: Gangs, link: SiteLink, known: set[str]) -> list[SiteLease]:
-    leases = gangs.machine.capacity.sites[link.name].leases
-    return [lease for lease in leases.values() if lease.id not in known]
-
-
 def _orphan(site: str, lease: SiteLease) -> dict[str, Any]:
     return {
         "id": lease.id,
@@ -230,9 +225,7 @@ def _orphan(site: str, lease: SiteLease) -> dict[str, Any]:
 def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
     """One row a lease; what a site holds and the hub does not know is an orphan, shown until it is gone."""
     items: list[dict[str, Any]] = []
-    known: set[str] = set()
     for lease in gangs.leases():
-        known.add(lease.id)
         view = gangs.summary(lease)
         state = lease.state
         if view.silent_sites and lease.state in life.LIVE:
@@ -251,7 +244,7 @@ def leases(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "site_names": [part.site for part in lease.parts],
             }
         )
-    items += [_orphan(link.name, lease) for link in _described(links) for lease in _unknown(gangs, link, known)]
+    items += [_orphan(link.name, lease) for link in _described(links) for lease in gangs.orphans(link.name)]
     return Listing(items, _missing(links), _as_of(gangs, links))
 
 
