@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 
 import msgspec
@@ -25,6 +26,7 @@ from fedpool.leasing.gang import (
     NoticeAsked,
     Offered,
     Renewed,
+    Reported,
     ResizeAsked,
 )
 from fedpool.leasing.pool import Adopted, ForLease, Submitted
@@ -34,6 +36,8 @@ from fedpool.records import Demand, Lease, Part, Shape, SiteLease
 from fedpool.wire.messages import LeaseView, LeaseWanted
 
 END_TIMEOUT_S = 60.0
+RESIZES = 3
+RESIZE_TIMEOUT_S = 10.0
 ACTIVATION_TIMEOUT_S = 60.0
 WAITS = ("requested", "queued")
 
@@ -266,8 +270,10 @@ class Gangs(PoolDriver):
         return await self.told(lease.id)
 
     async def _renew_part(self, lease: Lease, part: Part, duration_s: float) -> IbshellError | None:
+        asked = Renew(lease.id, duration_s, self.term)
         try:
-            await self._links[part.site].call("lease.renew", Renew(lease.id, duration_s, self.term), SiteLease)
+            report = await self.tell(part.site, asked)
+            await self.put(ForLease(lease.id, Reported(part.site, report)))
         except IbshellError as error:
             return error
         return None
@@ -302,18 +308,26 @@ class Gangs(PoolDriver):
                 f"lease {lease.id} has at least {lease.demand.gpus} devices; {gpus} asked for",
                 "release it, and ask for one with --gpus FEWEST..MOST",
             )
-        share = self.machine.share(lease, gpus)
-        changed = {part.site: share[part.site] for part in lease.parts if share[part.site] != part.gpus}
-        await self.put(ForLease(lease.id, ResizeAsked(changed, self.machine.queue.grace_s, most=gpus)))
-        growing = self.machine.queue.growing
 
         def settled(now: Lease) -> bool:
-            return not any((now.id, site) in growing for site in changed) and all(
-                part.gpus <= changed.get(part.site, part.gpus) for part in now.parts
-            )
+            growing = any((now.id, part.site) in self.machine.queue.growing for part in now.parts)
+            return now.state != "active" or (not growing and now.gpus <= gpus)
 
-        lease = await self.wait_until(lease.id, settled, END_TIMEOUT_S)
-        if lease.gpus < gpus and lease.state == "active":
+        for _ in range(RESIZES):
+            share = self.machine.share(lease, gpus)
+            changed = {part.site: share[part.site] for part in lease.parts if share[part.site] != part.gpus}
+            await self.put(ForLease(lease.id, ResizeAsked(changed, self.machine.queue.grace_s, most=gpus)))
+            with contextlib.suppress(TimedOut):
+                lease = await self.wait_until(lease.id, settled, RESIZE_TIMEOUT_S)
+                break
+            # The site has refused, since the lease had changed there before: by now its word on that is here.
+            lease = await self.told(lease.id)
+        if lease.state != "active" or lease.gpus > gpus:
+            raise Refused(
+                f"lease {lease.id} is {lease.state} and has {lease.gpus} devices; {gpus} asked for",
+                "try again in a moment",
+            )
+        if lease.gpus < gpus:
             raise Insufficient(
                 f"lease {lease.id} has {lease.gpus} of {gpus} devices: no more are free where it is",
                 "it takes more by itself when they are",

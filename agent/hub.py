@@ -42,6 +42,7 @@ from fedpool.wire.messages import (
     LeaseOffer,
     LeaseRenewal,
     LeaseSize,
+    LeaseView,
     LeaseWanted,
     ModelWanted,
     RunWanted,
@@ -105,7 +106,7 @@ class Hub:
                 clock,
                 chance,
                 self.runs.source,
-                lambda: self.gangs.term,
+                self.gangs.asking,
                 self.gangs.site_up,
                 self.gangs.site_down,
                 self._site_notice,
@@ -254,6 +255,8 @@ class Hub:
     def _done(self, key: str, task: asyncio.Task[object]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._answers.forget(key)
+        elif isinstance(view := task.result(), LeaseView):
+            self._answers.weigh(key, 1 + len(view.lease.parts))
 
     def _status(self) -> hub_views.PoolStatus:
         return hub_views.status(

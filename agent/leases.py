@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 STREAM = "leases"
 RETRY_S = 1.0
+LOOK_S = 1.0  # whether devices that are to be given back are still used
 SHORTEST_S = 0.001  # to sleep: the loop and the clock may differ a little
 
 
@@ -86,6 +87,8 @@ class SiteLeases:
         for lease in list(self.machine.leases.values()):
             if lease.state == "ending" or lease.next_tenant:
                 await self.step(ProcessesGone(lease.id))
+            elif lease.leaving:
+                await self.step(ProcessesGone(lease.id, lease.leaving))
 
     async def run(self) -> None:
         """Let holds lapse and leases expire, until cancelled."""
@@ -206,10 +209,23 @@ class SiteLeases:
             mark = mark_of(self.machine.site, effect.lease)
             if isinstance(effect, WarnProcesses):
                 await self._launcher.warn(mark, effect.devices)
+                await self._give_back(effect, mark)
             else:
                 await self._end(effect, mark)
         finally:
             self._under_way.discard(effect)
+
+    async def _give_back(self, warned: WarnProcesses, mark: str) -> None:
+        """Devices that a lease is to give back are free as soon as nothing uses them, before the grace is over."""
+        leaving = frozenset(warned.devices)
+        while leaving:
+            lease = self.machine.leases.get(warned.lease)
+            if lease is None or lease.state != "active" or leaving.isdisjoint(lease.leaving):
+                return
+            if not await self._launcher.uses(mark, leaving):
+                await self._end(EndProcesses(warned.lease, warned.devices), mark)
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def _end(self, effect: EndProcesses, mark: str) -> None:
         """Kill, confirm, free; a process that does not die keeps its devices occupied."""

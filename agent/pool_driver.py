@@ -18,6 +18,7 @@ from fedpool.errors import (
     IbshellError,
     NotFound,
     Refused,
+    StaleToken,
     StorageFailed,
     TimedOut,
 )
@@ -39,9 +40,10 @@ from fedpool.leasing.pool import (
     PoolEvent,
     PoolRestarted,
 )
-from fedpool.leasing.requests import Hold
+from fedpool.leasing.requests import Hold, LeaseEvent
 from fedpool.records import Lease, SiteLease
 from fedpool.step import Decision
+from fedpool.wire.messages import DescriptionWanted
 
 log = logging.getLogger(__name__)
 
@@ -133,17 +135,30 @@ class PoolDriver:
 
     # --- the sites' side
 
+    def asking(self, site: str) -> DescriptionWanted:
+        """How a site is asked to describe itself."""
+        machine = self.machine
+        mine = [lease.id for lease in machine.running.values() if any(part.site == site for part in lease.parts)]
+        known = dict.fromkeys(mine, 0)
+        known |= {lease.id: lease.version for lease in machine.capacity.sites[site].leases.values()}
+        return DescriptionWanted(self.term, known)
+
     async def site_up(self, link: SiteLink) -> None:
         """A site has connected: settle what the hub and the site see differently."""
         description = link.description
         assert description is not None
         self.machine.site_described(
-            link.name, description.inventory, description.leases, description.cordons, description.epoch
+            link.name,
+            description.inventory,
+            description.leases,
+            description.cordons,
+            description.epoch,
+            description.known,
         )
         reported = {lease.id: lease for lease in description.leases} | self.machine.capacity.sites[link.name].leases
-        for gang in list(self.machine.gangs.values()):
-            if any(part.site == link.name for part in gang.lease.parts) and not gang.placing:
-                await self.put(ForLease(gang.lease.id, Reported(link.name, reported.pop(gang.lease.id, None))))
+        for running in list(self.machine.running.values()):
+            if any(part.site == link.name for part in running.parts):
+                await self.put(ForLease(running.id, Reported(link.name, reported.pop(running.id, None))))
         for lease_id, lease in reported.items():
             if lease.occupies and lease_id in self.machine.gangs:
                 await self.put(ForLease(lease_id, Reported(link.name, lease)))
@@ -219,11 +234,7 @@ class PoolDriver:
         await asyncio.sleep(REREAD_S)
         for link in self._links.values():
             if link.is_up:
-                try:
-                    await link.describe()
-                except IbshellError as error:
-                    # Silent: it describes itself when it is back. Unwritten: all are asked again.
-                    log.info("%s: %s", link.name, error)
+                await self._look_again(link)
 
     async def _keep_planning(self) -> None:
         """Plan whenever something changed, and when time alone may change something."""
@@ -285,10 +296,29 @@ class PoolDriver:
             return Reported(ask.site, None)
         timeout = HOLD_TIMEOUT_S if isinstance(ask.what, Hold) else 30.0
         try:
-            report = await link.call(f"lease.{type(ask.what).__struct_config__.tag}", ask.what, SiteLease, timeout)
+            return Reported(ask.site, await self.tell(ask.site, ask.what, timeout))
         except IbshellError as error:
             return PartFailed(ask.site, ask.what, error)
-        return Reported(ask.site, report)
+
+    async def tell(self, site: str, what: LeaseEvent, timeout_s: float = 30.0) -> SiteLease:
+        """Tell a site what to do with a lease; returns what has become of it there.
+
+        Raises:
+            IbshellError: why not. Where the answer was not heard, or the lease is not there what it is here, the site is asked to
+                describe itself again.
+        """
+        link = self._links[site]
+        try:
+            return await link.call(f"lease.{type(what).__struct_config__.tag}", what, SiteLease, timeout_s)
+        except (TimedOut, StaleToken):
+            self._begin(self._look_again(link))
+            raise
+
+    async def _look_again(self, link: SiteLink) -> None:
+        try:
+            await link.describe()
+        except IbshellError as error:  # silent: it describes itself when it is back
+            log.info("%s: %s", link.name, error)
 
     async def wait_until(self, lease_id: str, done: Callable[[Lease], bool], timeout_s: float) -> Lease:
         """A lease once something holds for it.

@@ -100,6 +100,10 @@ class Launcher(Protocol):
         """Tell every process that bears a mark (and may use one of the devices) that its lease is about to end or to shrink."""
         ...
 
+    async def uses(self, mark: str, devices: Collection[str]) -> bool:
+        """Whether any process that bears a mark may use one of the devices."""
+        ...
+
     async def end(self, mark: str, devices: Collection[str] = ()) -> None:
         """Kill every process that bears a mark (and may use one of the devices) and return when none is left.
 

@@ -250,8 +250,9 @@ class SiteAgent:
         body, method = request.body, request.method
         match method:
             case "site.describe":
-                await self.leases.obey(from_body(body, DescriptionWanted, method).term)
-                description = self._describe()
+                wanted = from_body(body, DescriptionWanted, method)
+                await self.leases.obey(wanted.term)
+                description = self._describe(wanted.known)
                 await self.leases.durable()  # the hub builds on it
                 return description
             case "site.cordon":
@@ -278,19 +279,20 @@ class SiteAgent:
             case _:
                 raise UsageError(f"a site does not know the method {method!r}", "is the hub of a newer release?")
 
-    def _describe(self) -> SiteDescription:
+    def _describe(self, known: dict[str, int]) -> SiteDescription:
         machine = self.leases.machine
         return SiteDescription(
             name=self.config.name,
             identity=self.identity.public,
             software=__version__,
             inventory=self._inventory,
-            leases=list(machine.leases.values()),
+            leases=[lease for lease in machine.leases.values() if lease.occupies or lease.id in known],
             tasks={task.wanted.lease: run for run, task in self._tasks.items() if not task.failure},
             recovering=machine.recovering,
             epoch=machine.epoch,
             boottime=self._clock.now(),
             cordons=dict(machine.cordons),
+            known=known,
         )
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:

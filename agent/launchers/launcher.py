@@ -21,6 +21,10 @@ class LocalLauncher:
         """See `Launcher.warn`."""
         await local.warn(mark, self._scanner, devices)
 
+    async def uses(self, mark: str, devices: Collection[str]) -> bool:
+        """See `Launcher.uses`."""
+        return bool(local.users(await self._scanner.scan(), mark, devices))
+
     async def end(self, mark: str, devices: Collection[str] = ()) -> None:
         """See `Launcher.end`."""
         await local.end(mark, self._scanner, devices)

@@ -131,7 +131,7 @@ def _devices(variables: Sequence[bytes]) -> frozenset[str] | None:
     return frozenset(named) if all(name.startswith(("GPU-", "MIG-")) for name in named) else None
 
 
-def _users(marked: Marked, mark: str, devices: Collection[str]) -> list[int]:
+def users(marked: Marked, mark: str, devices: Collection[str]) -> list[int]:
     """The processes that bear a mark and, where devices are named, may use one of them."""
     return [
         pid for pid, seen in marked.get(mark, {}).items() if not devices or seen is None or not seen.isdisjoint(devices)
@@ -163,7 +163,7 @@ class Scanner:
 
 async def warn(mark: str, scanner: Scanner, devices: Collection[str] = ()) -> None:
     """Tell every process that bears a mark (and may use one of the devices) that they go: SIGTERM, which it may catch."""
-    for pid in _users(await scanner.scan(), mark, devices):
+    for pid in users(await scanner.scan(), mark, devices):
         try:
             os.kill(pid, signal.SIGTERM)
         except ProcessLookupError:
@@ -178,7 +178,7 @@ async def end(mark: str, scanner: Scanner, devices: Collection[str] = (), patien
     """
     deadline = clock.now() + patience_s
     while True:
-        left = _users(await scanner.scan(), mark, devices)
+        left = users(await scanner.scan(), mark, devices)
         if not left:
             return
         for pid in left:

@@ -1,8 +1,8 @@
 """Ends the processes of leases whose time is over, apart from the agent: it does so even while the agent hangs or is stopped.
 
 A process of its own, told over a pipe: one line a change, `MARK DEADLINE` in seconds of CLOCK_BOOTTIME, or `MARK -` when there
-is nothing to watch any more. It outlives its agent until the last deadline it knows, and it does nothing but kill: devices are
-given back by the agent alone, once it has seen for itself that nothing is left.
+is nothing to watch any more. It outlives its agent as long as there are processes to watch, and it does nothing but kill: devices
+are given back by the agent alone, once it has seen for itself that nothing is left.
 """
 
 import os
@@ -16,6 +16,8 @@ from agent.launchers import local
 
 # The agent comes first; the watchdog only where the agent did not.
 SLACK_S = 2.0
+# Once the agent is gone: how often it looks whether there is anything left to watch.
+LOOK_S = 5.0
 
 
 class Watchdog:
@@ -78,6 +80,7 @@ def main() -> None:
         while told or deadlines:
             first = min(deadlines.values(), default=None)
             wait = None if first is None else max(0.01, first - clock.now())
+            wait = wait if told or wait is None else min(wait, LOOK_S)
             if selector.select(wait):  # with nothing registered it is a sleep
                 data = os.read(0, 65536)
                 if not data:
@@ -93,6 +96,9 @@ def main() -> None:
             for mark in [mark for mark, deadline in deadlines.items() if deadline <= clock.now()]:
                 if not _kill(mark):
                     del deadlines[mark]
+            if deadlines and not told:
+                left = local.scan()
+                deadlines = {mark: deadline for mark, deadline in deadlines.items() if mark in left}
 
 
 if __name__ == "__main__":

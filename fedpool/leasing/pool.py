@@ -238,11 +238,12 @@ class Pool:
         leases: Sequence[SiteLease],
         cordons: Mapping[str, str],
         epoch: int = 0,
+        known: Mapping[str, int] | None = None,
     ) -> None:
-        """A site is up and has said everything about itself."""
+        """A site is up and has said everything about itself; see `SitePicture.describe`."""
         site = self.capacity.add(name)
         site.up = True
-        site.describe(inventory, leases, cordons, epoch)
+        site.describe(inventory, leases, cordons, epoch, known)
         for lease_id in [lease_id for lease_id, parts in self._placing.items() if any(p.site == name for p in parts)]:
             self.capacity.settle(lease_id, name)
         self.capacity.refresh(name)

@@ -4,7 +4,7 @@ Rows are sites, columns are kinds of device. What the hub has just asked a site 
 about it arrives. A silent site has nothing free.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -13,15 +13,41 @@ from numpy.typing import NDArray
 from fedpool.placement import policies
 from fedpool.records import EPOCH_JUMP, WHOLE_MILLI, Device, Inventory, Shape, SiteLease
 
-SEEN_MAX = 10_000  # leases that are over whose latest report is remembered, against reports that come late
+# So many ends of leases are remembered, over all sites, against reports that come late. A report is under way for seconds at most,
+# and a hub ends some hundreds of leases in one.
+ENDS_MAX = 20_000
 Counts = NDArray[np.int64]
+
+
+class Ends:
+    """Leases that are over, with the version of the report that said so, the earliest forgotten first."""
+
+    def __init__(self) -> None:
+        self._versions: dict[tuple[str, str], int] = {}
+        self._order: deque[tuple[str, str]] = deque()
+
+    def version(self, site: str, lease: str) -> int:
+        """The version with which a lease was over at a site; 0 where that is not remembered."""
+        return self._versions.get((site, lease), 0)
+
+    def note(self, site: str, lease: SiteLease) -> None:
+        """A lease is over at a site."""
+        key = (site, lease.id)
+        if key not in self._versions:
+            self._order.append(key)
+        self._versions[key] = lease.version
+        if len(self._order) > ENDS_MAX:
+            del self._versions[self._order.popleft()]
 
 
 class SitePicture:
     """One site, from its own words.
 
-    Attributes:
+    Args:
         name: of the site.
+        ends: of leases, at all sites.
+
+    Attributes:
         up: whether it answers.
         leases: {id: lease that occupies devices}.
         total: {kind: devices}.
@@ -29,8 +55,9 @@ class SitePicture:
         version: grows with every change.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ends: Ends) -> None:
         self.name = name
+        self._ends = ends
         self.up = False
         self.inventory = Inventory((), "")
         self.devices: list[Device] = []
@@ -42,25 +69,38 @@ class SitePicture:
         self._kinds: dict[str, str] = {}
         self.total: dict[str, int] = {}
         self.free: dict[str, int] = {}
-        # Version of the latest report about a lease, those that are over included.
-        self._seen: OrderedDict[str, int] = OrderedDict()
 
     def describe(
-        self, inventory: Inventory, leases: Sequence[SiteLease], cordons: Mapping[str, str], epoch: int = 0
+        self,
+        inventory: Inventory,
+        leases: Sequence[SiteLease],
+        cordons: Mapping[str, str],
+        epoch: int = 0,
+        known: Mapping[str, int] | None = None,
     ) -> None:
-        """Everything anew; what was said later and has come before stays, unless the site has restarted since."""
+        """Everything anew; what was said later and has come before stays, unless the site has restarted since.
+
+        Args:
+            inventory: what there is.
+            leases: those that occupy devices, and those of `known` that are over.
+            cordons: where nothing new is granted.
+            epoch: the site's.
+            known: {lease: version} the site was asked about: what it does not describe of them it no longer knows.
+        """
         self.inventory, self.devices = inventory, inventory.devices()
         self.cordons = dict(cordons)
-        newer: dict[str, SiteLease | None] = {}
+        described = {lease.id: lease for lease in leases}
         if self._epoch is None or epoch < self._epoch + EPOCH_JUMP:
-            said = {lease.id: lease.version for lease in leases}
-            newer = {key: self.leases.get(key) for key, version in self._seen.items() if version > said.get(key, 0)}
+            said, asked = described, known or {}
+            described = {key: lease for key, lease in said.items() if not self.is_stale(lease)}
+            for key, lease in self.leases.items():
+                if key not in described and (key in said or lease.version > asked.get(key, 0)):
+                    described[key] = lease  # it has come, or moved on, since the site was asked
         self._epoch = epoch
-        versions = {lease.id: lease.version for lease in leases} | {key: self._seen[key] for key in newer}
-        merged = {lease.id: lease for lease in leases if lease.id not in newer}
-        merged |= {key: lease for key, lease in newer.items() if lease is not None}
-        self.leases = {key: lease for key, lease in merged.items() if lease.occupies}
-        self._seen = OrderedDict(versions)
+        for lease in described.values():
+            if not lease.occupies:
+                self._ends.note(self.name, lease)
+        self.leases = {key: lease for key, lease in described.items() if lease.occupies}
         self._kinds = {device.uuid: device.kind for device in self.devices}
         self._count()
 
@@ -87,12 +127,11 @@ class SitePicture:
 
     def is_stale(self, lease: SiteLease) -> bool:
         """Whether a newer report about this lease has come before."""
-        return lease.version < self._seen.get(lease.id, 0)
+        known = self.leases.get(lease.id)
+        return lease.version < (self._ends.version(self.name, lease.id) if known is None else known.version)
 
     def note(self, lease: SiteLease) -> set[str]:
         """Take in the latest word about one lease; returns the kinds of which more or less is free now."""
-        self._seen[lease.id] = lease.version
-        self._seen.move_to_end(lease.id)
         known = self.leases.pop(lease.id, None)
         if known is not None and lease.occupies and known.grants == lease.grants:
             self.leases[lease.id] = lease  # nothing has come free and nothing has been taken
@@ -102,12 +141,8 @@ class SitePicture:
         if lease.occupies:
             self.leases[lease.id] = lease
             touched |= {self._use(grant.uuid, grant.milli) for grant in lease.grants}
-        while len(self._seen) > len(self.leases) + SEEN_MAX:
-            oldest = next(iter(self._seen))
-            if oldest in self.leases:
-                self._seen.move_to_end(oldest)
-            else:
-                del self._seen[oldest]
+        else:
+            self._ends.note(self.name, lease)
         self.version += 1
         return touched
 
@@ -149,6 +184,7 @@ class Capacity:
         self.column: dict[str, int] = {}
         self.free: Counts = np.zeros((0, 0), np.int64)
         self.total: Counts = np.zeros((0, 0), np.int64)
+        self._ends = Ends()
         self._pending: dict[tuple[str, str], tuple[str, int]] = {}  # (lease, site) -> (kind, devices)
         self._obtainable: dict[tuple[str, Shape], tuple[int, dict[str, int]]] = {}
         self._available: dict[tuple[Shape, int], Counts] = {}  # as of the latest change
@@ -156,7 +192,7 @@ class Capacity:
     def add(self, name: str) -> SitePicture:
         """A site, known from now on."""
         if name not in self.sites:
-            self.sites[name] = SitePicture(name)
+            self.sites[name] = SitePicture(name, self._ends)
             self.row[name] = len(self.names)
             self.names.append(name)
             self._grow(len(self.names), len(self.kinds))

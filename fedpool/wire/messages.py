@@ -250,16 +250,22 @@ class HubView(msgspec.Struct, frozen=True):
 
 
 class DescriptionWanted(msgspec.Struct, frozen=True):
-    """site.describe: a hub of this term wants to know everything; the site obeys no earlier one from then on."""
+    """site.describe: a hub of this term wants to know everything; the site obeys no earlier one from then on.
+
+    Attributes:
+        known: {lease: version of the latest report, 0 for none} of those that the hub takes to live at this site.
+    """
 
     term: int
+    known: dict[str, int] = {}
 
 
 class SiteDescription(msgspec.Struct, frozen=True):
     """site.describe -> what the site has and who holds it.
 
     Attributes:
-        leases: every lease that is or was, so that the hub can compare.
+        leases: every lease that lives, and what has become of those that the hub takes to live, so that it can compare.
+        known: as asked; what is not described of it the site knows nothing of.
         cordons: {node, device or "" for the site: why nothing new is granted there}.
         tasks: {lease: run} of the programs that run now.
         boottime: the site's clock, against which deadlines are to be read.
@@ -275,6 +281,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
     epoch: int
     boottime: float
     cordons: dict[str, str] = {}
+    known: dict[str, int] = {}
 
 
 class TaskWanted(msgspec.Struct, frozen=True):

@@ -67,7 +67,7 @@ class Victim:
         match event["kind"], self._state:
             case ("aggregated", "well") if number == DIES_IN_ROUND - 1:
                 # Its training hangs, so that the round is certain to be in the middle when the machine dies.
-                for child in self._children():
+                for child in self._programs():
                     _signal(child, signal.SIGSTOP)
                 self._state = "hanging"
             case ("phase", "hanging") if number == DIES_IN_ROUND and event["phase"] == "input":
@@ -82,11 +82,13 @@ class Victim:
                 self.back_in_round = number
                 self._state = "back"
 
-    def _children(self) -> list[int]:
+    def _programs(self) -> list[int]:
+        """The agent's children that run under a lease; its watchdog does not."""
         pid = self._pool.processes()[self.site]
-        return [
-            int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+        children = [
+            child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
         ]
+        return [int(child) for child in children if b"IBSHELL_LEASE=" in Path(f"/proc/{child}/environ").read_bytes()]
 
 
 def _signal(pid: int, number: int) -> None:

@@ -109,7 +109,9 @@ def test_a_lease_is_revoked_resized_and_handed_over(pool):
     assert handed["tenant"] == "b" and handed["state"] == "active"
     for part in handed["parts"]:
         assert min(grant["token"] for grant in part["grants"]) > tokens[part["site"]], "new tokens at every site"
+    pool.cli("lease", "renew", lease["id"], "--for", "2h")
     assert "has 2 devices" in pool.cli("lease", "resize", lease["id"], "-g", "2").stdout
+    pool.until(lambda: pool.json("status")["gpus_free"] == 6, 10)  # nothing uses them: they need no grace
     assert {part["gpus"] for part in pool.json("lease", "show", lease["id"])["parts"]} == {1}
     refused = pool.cli("lease", "resize", lease["id"], "-g", "1", status=5)
     assert f"lease {lease['id']} has at least 2 devices; 1 asked for" in refused.stderr

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from agent import clock
 from agent.launchers import local
 from agent.launchers.launcher import LocalLauncher
 
@@ -65,5 +66,23 @@ def test_positions_are_no_names(seen, tmp_path):
         assert found == (frozenset({"GPU-1"}) if seen == "GPU-1" else None)
         await local.end(MARK, local.Scanner())
         await program.wait()
+
+    asyncio.run(scene())
+
+
+def test_a_watchdog_outlives_its_agent_only_as_long_as_there_is_something_to_watch(tmp_path):
+    async def scene():
+        program = await local.start(MARK, ["GPU-1"], ["sleep", "60"], {"PATH": "/usr/bin:/bin"}, tmp_path)
+        assert await LocalLauncher().uses(MARK, ["GPU-1"]) and not await LocalLauncher().uses(MARK, ["GPU-2"])
+        watchdog = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "agent.launchers.watchdog", stdin=asyncio.subprocess.PIPE
+        )
+        watchdog.stdin.write(f"{MARK} {clock.now() + 3600}\nzurich/other {clock.now() + 3600}\n".encode())
+        watchdog.stdin.close()  # the agent is gone
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(watchdog.wait(), 1)
+        await LocalLauncher().end(MARK)
+        await program.wait()
+        assert await asyncio.wait_for(watchdog.wait(), 20) == 0
 
     asyncio.run(scene())

@@ -174,6 +174,10 @@ class SiteMachine(Machine):
         if self.chance.random() < 0.5:
             self.without(mark, devices)
 
+    async def uses(self, mark, devices):
+        await asyncio.sleep(0.003)
+        return any(job[0] == mark and not job[1].keys().isdisjoint(devices) for job in self.jobs)
+
     async def end(self, mark, devices=()):
         while True:
             await asyncio.sleep(self.chance.uniform(0.003, 0.02))

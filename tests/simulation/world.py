@@ -25,7 +25,9 @@ from simulation.machines import HubMachine, SiteMachine
 from simulation.network import Network, Weather
 
 FAULTS_S = 60.0
-HEALED_S = 400.0
+HEALED_S = 400
+LOOK_S = 10  # once all is well: how often it is asked whether the hub knows what the sites have
+TOLD_S = 5.0  # after so long it does
 SITES = (SimulatedSite("north", 1, 1, 2), SimulatedSite("south", 1, 2, 2), SimulatedSite("west", 1, 1, 3))
 
 
@@ -125,6 +127,7 @@ class World:
             lost=chance.choice([0.0, 0.0, 0.005, 0.03]),
             twice=chance.choice([0.0, 0.0, 0.1]),
         )
+        self.repeats = self.network.weather.twice > 0
         own = forecast(chance)
         self.faults = own if faults is None else faults
         self.hub = HubMachine(self, "hub")
@@ -250,7 +253,29 @@ class World:
             self.mend_disk(machine)
             machine.process.go_on()
             machine.process.killed_at_step = 0
+        for after_s in range(LOOK_S, HEALED_S, LOOK_S):
+            self.loop.outside(after_s, self.look)
         self.loop.outside(HEALED_S, self.finish)
+
+    def look(self):
+        """What sites have now, the hub knows a moment later."""
+        seen = {}
+        for site in self.sites.values():
+            if site.service is not None:
+                leases = site.service.leases.machine.leases.values()
+                seen |= {(site, lease.id): lease for lease in leases if lease.occupies}
+        self.loop.outside(TOLD_S, self.checked, self.check_told, seen)
+
+    def check_told(self, seen):
+        if self.hub.service is None or not all(link.is_up for link in self.hub.service.links.values()):
+            return
+        for (site, lease_id), lease in seen.items():
+            now = site.service.leases.machine.leases.get(lease_id)
+            known = self.hub.service.gangs.machine.capacity.sites[site.name].leases.get(lease_id)
+            told = known is not None and known.version >= lease.version
+            told = told or (self.repeats and known is not None and in_essence(known) == in_essence(lease))
+            if not told and now is not None and now.occupies:
+                raise Broken(f"{site.name} has {lease}; {TOLD_S} s later the hub knows {known}")
 
     def finish(self):
         try:
@@ -295,6 +320,11 @@ class World:
 
     def lines(self):
         return [f"{time:10.4f}  {who:9} {text}" for time, who, text in self.trace]
+
+
+def in_essence(lease):
+    """A site's lease but for how it came to be so: an answer that was repeated and came twice is heard once."""
+    return msgspec.structs.replace(lease, version=0, deadline=0.0)
 
 
 class _Log(logging.Handler):

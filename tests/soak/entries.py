@@ -30,6 +30,9 @@ class NoPrograms:
     async def warn(self, mark, devices=()):
         return None
 
+    async def uses(self, mark, devices):
+        return False
+
     async def end(self, mark, devices=()):
         return None
 

@@ -83,7 +83,17 @@ def test_a_notice_that_overtakes_the_description_is_not_lost():
             tasks.add(asyncio.create_task(link.describe()))
 
         entry = SiteEntry("zurich", public_line(KEY), address="127.0.0.1:1")
-        link = SiteLink(entry, site, clock, random.Random(1), None, lambda: 7, is_up, lambda link: None, noticed)
+        link = SiteLink(
+            entry,
+            site,
+            clock,
+            random.Random(1),
+            None,
+            lambda name: DescriptionWanted(7),
+            is_up,
+            lambda link: None,
+            noticed,
+        )
         running = asyncio.create_task(link.run())
         await asyncio.wait_for(up.wait(), 10)
         running.cancel()

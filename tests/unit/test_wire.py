@@ -182,6 +182,18 @@ def test_idempotency_keys():
     assert answers.find("m", "m", {}) is None
 
 
+def test_heavy_answers_are_forgotten_sooner():
+    answers = Answers(capacity=100, weight=10)
+    for key in "abc":
+        answers.keep(key, "m", {}, key)
+        answers.weigh(key, 4)
+    assert [answers.find(key, "m", {}) for key in "abc"] == [None, "b", "c"]
+    answers.forget("b")
+    answers.keep("d", "m", {}, "d")
+    answers.weigh("d", 50)
+    assert [answers.find(key, "m", {}) for key in "abcd"] == [None, None, None, "d"], "the latest is always kept"
+
+
 def test_bulk_frames_survive_any_cut_and_damage_is_found():
     wanted = bulk.object_id("model/run/abc")
     sent = [bulk.Frame(bulk.WANT, wanted, 7), bulk.Frame(bulk.DATA, wanted, 7, b"x" * 1000, True)]
