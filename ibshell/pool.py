@@ -6,9 +6,11 @@ processes by `python -P -m agent.main`; this package never imports them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -95,7 +97,7 @@ class LocalPool:
         shutil.rmtree(self.directory, ignore_errors=True)
         hub = self.directory / "hub"
         hub_key = public_line(Identity.create(hub / "identity").public)
-        ports = _free_ports(len(sites) + 1)
+        ports = free_ports(len(sites) + 1)
         keys = {
             site.name: public_line(Identity.create(self.site_directory(site.name) / "identity").public)
             for site in sites
@@ -282,15 +284,30 @@ def _signal(pid: int, how: signal.Signals) -> None:
         return
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+_FIRST_PORT = 10_000
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback on which nothing listens, and none from which the kernel lets connections go out.
+
+    Of those, one may be taken while its owner is down: by anybody, or by the very party that dials it again and again and so at
+    last connects to itself.
+
+    Raises:
+        Failed: there are not so many.
+    """
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    candidates = range(_FIRST_PORT, ephemeral) if ephemeral > _FIRST_PORT + 2 * count else range(_FIRST_PORT, 65536)
+    for port in random.sample(candidates, len(candidates)):
+        if len(found) == count:
+            break
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            found.append(port)
+    if len(found) < count:
+        raise Failed(f"{count} free ports wanted; the loopback has {len(found)}", "end what listens there")
+    return found
 
 
 def _last_line(log: Path) -> str:

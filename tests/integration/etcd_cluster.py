@@ -1,17 +1,12 @@
 """A real etcd of one or three members on this machine's loopback."""
 
 import os
-import socket
 import subprocess
 import time
 import urllib.request
 from contextlib import suppress
 
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from ibshell.pool import free_ports
 
 
 class Cluster:
@@ -26,7 +21,8 @@ class Cluster:
     def __init__(self, directory, program, members=1):
         self.directory = directory
         self.program = program
-        self.ports = [(free_port(), free_port()) for _ in range(members)]
+        ports = free_ports(2 * members)
+        self.ports = list(zip(ports[::2], ports[1::2], strict=True))
         self.processes = {}
         for number in range(members):
             self.start(number)

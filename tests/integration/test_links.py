@@ -19,6 +19,7 @@ from fedpool.errors import NotAuthorised, NotFound, PeerProtocolError, Unreachab
 from fedpool.transport.identity import Identity, parse_public, public_line
 from fedpool.wire import frames
 from fedpool.wire.messages import Listing, Nothing
+from ibshell.pool import free_ports
 
 pytestmark = pytest.mark.integration
 
@@ -94,9 +95,7 @@ def test_behind_a_stock_sshd(make_pool, need):
     bridge = f"{sys.executable} -P -m agent.main stdio --socket {pool.sockets}/site-01.sock"
     # What a site's administrator writes: this key may run the bridge and nothing else.
     (base / "authorized_keys").write_text(f'restrict,command="{bridge} ${{SSH_ORIGINAL_COMMAND##* }}" {hub_key}\n')
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     (base / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {base}/host_key\nAuthorizedKeysFile {base}/authorized_keys\n"
         f"StrictModes no\nPidFile {base}/pid\nUsePAM no\nPasswordAuthentication no\n"
@@ -175,9 +174,7 @@ def _rows(pool):
 def test_a_user_over_ssh(make_pool):
     pool = make_pool(1, start=False, reverse=lambda position: False)
     user, other = Identity.create(pool.work / "alice"), Identity.create(pool.work / "mallory")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     path = hub_config(pool)
     path.write_text(
         f'listen = "127.0.0.1:{port}"\nusers = {{ alice = "{public_line(user.public)}" }}\n' + path.read_text()
