@@ -22,7 +22,7 @@ from simulation.audit import Broken, HubAudit, hub_restarts_to_the_same, site_re
 from simulation.clients import FINAL, Client
 from simulation.loop import Loop
 from simulation.machines import HubMachine, SiteMachine
-from simulation.network import Network, Weather
+from simulation.network import KEEPALIVE_S, Network, Weather
 
 FAULTS_S = 60.0
 HEALED_S = 400
@@ -253,7 +253,8 @@ class World:
             self.mend_disk(machine)
             machine.process.go_on()
             machine.process.killed_at_step = 0
-        for after_s in range(LOOK_S, HEALED_S, LOOK_S):
+        # What was lost on the way before is noticed within the keepalive.
+        for after_s in range(int(KEEPALIVE_S) + LOOK_S, HEALED_S, LOOK_S):
             self.loop.outside(after_s, self.look)
         self.loop.outside(HEALED_S, self.finish)
 
