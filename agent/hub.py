@@ -106,7 +106,7 @@ class Hub:
                 clock,
                 chance,
                 self.runs.source,
-                self.gangs.asking,
+                self.gangs.description_wanted,
                 self.gangs.site_up,
                 self.gangs.site_down,
                 self._site_notice,

@@ -68,7 +68,7 @@ class SiteLink:
         clock: the machine's.
         chance: spreads attempts.
         source: finds objects the site fetches from the hub.
-        asking: for a description: with the hub's term, since the site obeys no earlier one from then on.
+        description_wanted: the site's name -> how it is asked to describe itself; the first it hears, and with it the hub's term.
         up: told when the site has connected and described itself.
         down: told when it is silent.
         notice: takes what the site tells by itself.
@@ -88,7 +88,7 @@ class SiteLink:
         clock: Clock,
         chance: random.Random,
         source: Callable[[bytes], Awaitable[Source]],
-        asking: Callable[[str], DescriptionWanted],
+        description_wanted: Callable[[str], DescriptionWanted],
         up: Callable[[SiteLink], Awaitable[None]],
         down: Callable[[SiteLink], None],
         notice: Callable[[SiteLink, Notice], None],
@@ -105,7 +105,7 @@ class SiteLink:
         self.error: IbshellError = Unreachable(f"{entry.name} has not connected yet")
         self.negotiated: dict[str, str] = {}
         self._source = source
-        self._asking = asking
+        self._description_wanted = description_wanted
         self._up = up
         self._down = down
         self._notice = notice
@@ -200,7 +200,7 @@ class SiteLink:
                 raise PeerProtocolError(
                     f"{self.name} introduces itself as {hello.role} {hello.name}", "check its configuration"
                 )
-            description = await peer.call(DESCRIBE, self._asking(self.name), SiteDescription)
+            description = await peer.call(DESCRIBE, self._description_wanted(self.name), SiteDescription)
             if description.identity != self.key:
                 peer.close()
                 raise NotAuthorised(f"{self.name} has another identity key than the hub's configuration names")
@@ -261,7 +261,7 @@ class SiteLink:
             Unreachable: it is down; it does so when it is back.
         """
         async with self._describing:  # one after the other, so that the latest is the last
-            self.description = await self.call(DESCRIBE, self._asking(self.name), SiteDescription)
+            self.description = await self.call(DESCRIBE, self._description_wanted(self.name), SiteDescription)
             await self._up(self)
 
     async def fetch(self, object_id: bytes, path: Path, patience_s: float = 30.0) -> None:

@@ -135,7 +135,7 @@ class PoolDriver:
 
     # --- the sites' side
 
-    def asking(self, site: str) -> DescriptionWanted:
+    def description_wanted(self, site: str) -> DescriptionWanted:
         """How a site is asked to describe itself."""
         machine = self.machine
         mine = [lease.id for lease in machine.running.values() if any(part.site == site for part in lease.parts)]
