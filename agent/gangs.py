@@ -36,6 +36,7 @@ from fedpool.records import Demand, Lease, Part, Shape, SiteLease
 from fedpool.wire.messages import LeaseView, LeaseWanted
 
 END_TIMEOUT_S = 60.0
+# A site refuses a resize that rests on an older version of the lease; it is asked again, so often.
 RESIZES = 3
 RESIZE_TIMEOUT_S = 10.0
 ACTIVATION_TIMEOUT_S = 60.0

@@ -64,7 +64,7 @@ async def grow(path, entries):
         await asyncio.gather(*(live(number) for number in range(first, first + AT_ONCE)))
         if first % 20_000 == 0:
             print(f"  {first * 4:,} entries written", file=sys.stderr, flush=True)
-    while any(lease.state == "ending" for lease in site.machine.leases.values()):  # noqa: ASYNC110 (the last of many)
+    while any(lease.state == "ending" for lease in site.machine.leases.values()):  # noqa: ASYNC110 (nobody tells)
         await asyncio.sleep(0.05)
     running.cancel()
     await asyncio.wait([running])
