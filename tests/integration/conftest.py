@@ -126,6 +126,22 @@ class Pool(LocalPool):
         return path
 
 
+_LIVING = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """What the agents wrote last stands beside a failure: they and their logs are gone when it is read."""
+    report = yield
+    if report.failed:
+        for pool in _LIVING:
+            for name in ("hub", *pool.site_names()):
+                log = pool.log(name)
+                written = log.read_text(errors="replace").splitlines() if log.exists() else []
+                report.sections.append((f"log of {name} in {pool.name}", "\n".join(written[-30:])))
+    return report
+
+
 @contextmanager
 def pools():
     """Makes pools in a directory of their own and ends them."""
@@ -145,6 +161,7 @@ def pools():
             pool.work.mkdir(exist_ok=True)
             pool.environment = {**os.environ, "IBSHELL_POOL": name, "NO_COLOR": "1"}
             made.append(pool)
+            _LIVING.append(pool)
             pool.create(SimulatedSite("site", sites, **described).named(), reverse)
             if start:
                 pool.start_all(sites_a_process=sites_a_process)
@@ -154,6 +171,7 @@ def pools():
             yield make
         finally:
             for pool in made:
+                _LIVING.remove(pool)
                 pool.stop_all()
 
 
