@@ -76,7 +76,8 @@ class Gangs(PoolDriver):
         if lease.state not in WAITS:
             return found
         starts, ahead = self.machine.expected_start(lease, now), self.machine.ahead(lease, now)
-        return msgspec.structs.replace(found, starts_in_s=starts, ahead=ahead)
+        why = self.machine.why(lease, now, who=True)
+        return msgspec.structs.replace(found, starts_in_s=starts, ahead=ahead, waits_for=why)
 
     # --- asking for a lease
 
@@ -144,7 +145,7 @@ class Gangs(PoolDriver):
         self.machine.step(Submitted(lease), now)
         found = self.machine.queue.earliest(lease, now)
         starts = None if found is None else max(0.0, found.start - now)
-        return LeaseView(lease, None, {}, "" if starts == 0 else self.machine.why(lease, now), starts)
+        return LeaseView(lease, None, {}, "" if starts == 0 else self.machine.why(lease, now, who=True), starts)
 
     async def request(self, wanted: LeaseWanted) -> Lease:
         """Lease devices at several sites, all or none; returns when the lease is active, or waits where it may.

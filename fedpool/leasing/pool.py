@@ -34,12 +34,13 @@ from fedpool.leasing.gang import (
 )
 from fedpool.leasing.grants import LeasesForgotten
 from fedpool.leasing.queue import Growth, Plan, Queue
+from fedpool.leasing.reasons import Reasons
 from fedpool.leasing.requests import Resize
-from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants, Use, holders, in_words, require_quota
+from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants, Use, holders, require_quota
 from fedpool.names import NAME, RULE
 from fedpool.placement.capacity import Capacity
 from fedpool.placement.spread import resized
-from fedpool.records import Inventory, Lease, Part, Quota, SiteLease, Tenant
+from fedpool.records import Inventory, Lease, Part, SiteLease, Tenant
 from fedpool.step import Decision
 from fedpool.units import format_duration
 
@@ -516,45 +517,11 @@ class Pool:
 
     # --- why
 
-    def why(self, lease: Lease, now: float) -> str:
-        """What a waiting lease waits for, in words."""
-        demand = lease.demand
-        if demand.not_before > now:
-            return f"it is to start in {format_duration(demand.not_before - now)}"
-        for quota in self._full_quotas(lease):
-            held = self.tenants.holds(lease.tenant, quota.kind, quota.site)
-            return f"{in_words(lease.tenant, held, quota)}; {demand.gpus} asked for"
-        failure = self.gangs[lease.id].failure if lease.id in self.gangs else None
-        if failure is not None and not isinstance(failure, Insufficient):
-            return failure.message  # a site will not have it, whatever is free
-        columns = self.capacity.columns(demand.shape)
-        rows = [self.capacity.row[name] for name in demand.site_names] or slice(None)
-        free = max((int(self.capacity.available(demand.shape, c)[rows].sum()) for c in columns), default=0)
-        total = sum(int(self.capacity.total[rows, column].sum()) for column in columns)
-        kind = " or ".join(demand.shape.kinds) or "GPU"
-        if free >= demand.gpus:
-            promise = next(
-                (p for p in self.queue.timeline.promises if p.lease != lease.id and p.column in columns), None
-            )
-            if promise is not None:
-                when = format_duration(max(0.0, promise.start - now))
-                return f"{free} of {total} {kind} are free, but lease {promise.lease} is promised them in {when}"
-            sites = len(demand.site_names) or demand.sites
-            over = f" over {sites} sites" if sites else ""
-            return (
-                f"{demand.gpus} {kind} asked for{over}; {free} of {total} are free, but not where and how it wants them"
-            )
-        return f"{demand.gpus} {kind} asked for; {free} of {total} are free"
-
-    def _full_quotas(self, lease: Lease) -> Iterable[Quota]:
-        for quota in self.tenants.limits(lease.tenant):
-            kinds = lease.demand.shape.kinds
-            if quota.limit is None or (quota.kind != ANY and kinds and quota.kind not in kinds):
-                continue
-            if quota.site != ANY and quota.site not in lease.demand.site_names:
-                continue
-            if self.tenants.holds(lease.tenant, quota.kind, quota.site) + lease.demand.gpus > quota.limit:
-                yield quota
+    def why(self, lease: Lease, now: float, who: bool = False) -> str:
+        """What a waiting lease waits for, in words; `who` names those that have it."""
+        gang = self.gangs.get(lease.id)
+        reasons = Reasons(self.capacity, self.tenants, self.queue, self.running)
+        return reasons.why(lease, gang.failure if gang else None, now, who)
 
     def expected_start(self, lease: Lease, now: float) -> float | None:
         """Seconds until a waiting lease starts at the earliest, if nothing is renewed; None where nothing that ends will do."""

@@ -79,9 +79,11 @@ class Timeline:
             for lease in self._running:
                 end = end_of(lease, self.now)
                 for part in lease.parts:
-                    if part.is_live and part.kind in self._capacity.column and self._capacity.sites[part.site].up:
-                        row = self._capacity.row[part.site]
-                        found.setdefault(self._capacity.column[part.kind], []).append((end, row, part.gpus))
+                    site = self._capacity.sites[part.site]
+                    if part.is_live and part.kind in self._capacity.column and site.up:
+                        found.setdefault(self._capacity.column[part.kind], []).append(
+                            (end, self._capacity.row[part.site], site.returns(lease.id, part.gpus))
+                        )
             self._ends = {}
             for key, rows in found.items():
                 rows.sort()

@@ -52,6 +52,7 @@ class SitePicture:
         leases: {id: lease that occupies devices}.
         total: {kind: devices}.
         free: {kind: devices that are wholly free}.
+        closed: {kind: devices of which nothing new is granted}.
         version: grows with every change.
     """
 
@@ -63,6 +64,8 @@ class SitePicture:
         self.devices: list[Device] = []
         self.leases: dict[str, SiteLease] = {}
         self.cordons: dict[str, str] = {}
+        self.closed: dict[str, int] = {}
+        self._closed: frozenset[str] = frozenset()
         self.used: dict[str, int] = {}
         self.version = 0
         self._epoch: int | None = None
@@ -111,9 +114,12 @@ class SitePicture:
         for lease in self.leases.values():
             for grant in lease.grants:
                 self._use(grant.uuid, grant.milli)
-        for device in self.devices:
-            if self.cordons and self.cordons.keys() & {"", device.node, device.uuid}:
-                self._use(device.uuid, WHOLE_MILLI)
+        where = self.cordons.keys()
+        closed = [d for d in self.devices if where & {"", d.node, d.uuid}] if where else []
+        self.closed = dict(Counter(device.kind for device in closed))
+        self._closed = frozenset(device.uuid for device in closed)
+        for uuid in self._closed:
+            self._use(uuid, WHOLE_MILLI)
         self.version += 1
 
     def _use(self, uuid: str, milli: int) -> str:
@@ -146,6 +152,11 @@ class SitePicture:
         self.version += 1
         return touched
 
+    def returns(self, lease: str, gpus: int) -> int:
+        """How many of the devices of a lease can be granted again once it has ended."""
+        held = self.leases.get(lease) if self._closed else None
+        return gpus - (sum(grant.uuid in self._closed for grant in held.grants) if held else 0)
+
     def kind_of(self, uuid: str) -> str | None:
         """The kind of a device, or None where the site has no such device."""
         return self._kinds.get(uuid)
@@ -174,6 +185,8 @@ class Capacity:
         kinds: column -> kind.
         free: [site, kind] devices wholly free and not spoken for; a silent site has none.
         total: [site, kind] devices.
+        closed: [site, kind] devices of which nothing new is granted.
+        silent: [site, kind] devices of sites that do not answer.
     """
 
     def __init__(self) -> None:
@@ -184,6 +197,8 @@ class Capacity:
         self.column: dict[str, int] = {}
         self.free: Counts = np.zeros((0, 0), np.int64)
         self.total: Counts = np.zeros((0, 0), np.int64)
+        self.closed: Counts = np.zeros((0, 0), np.int64)
+        self.silent: Counts = np.zeros((0, 0), np.int64)
         self._ends = Ends()
         self._pending: dict[tuple[str, str], tuple[str, int]] = {}  # (lease, site) -> (kind, devices)
         self._obtainable: dict[tuple[str, Shape], tuple[int, dict[str, int]]] = {}
@@ -199,7 +214,7 @@ class Capacity:
         return self.sites[name]
 
     def _grow(self, rows: int, columns: int) -> None:
-        for key in ("free", "total"):
+        for key in ("free", "total", "closed", "silent"):
             old: Counts = getattr(self, key)
             if old.shape != (rows, columns):
                 new = np.zeros((rows, columns), np.int64)
@@ -216,10 +231,15 @@ class Capacity:
                 self.column[kind] = len(self.kinds)
                 self.kinds.append(kind)
         self._grow(len(self.names), len(self.kinds))
-        self.total[row], self.free[row] = 0, 0
+        for counts in (self.total, self.free, self.closed, self.silent):
+            counts[row] = 0
         for kind, count in total.items():
             self.total[row, self.column[kind]] = count
-        if site.up:
+        if not site.up:
+            self.silent[row] = self.total[row]
+        else:
+            for kind, count in site.closed.items():
+                self.closed[row, self.column[kind]] = count
             for kind, count in site.free.items():
                 self.free[row, self.column[kind]] = count
             for (_, where), (kind, count) in self._pending.items():

@@ -9,7 +9,7 @@ from fedpool.errors import IbshellError, NotFound, Refused, StaleToken, Unreacha
 from fedpool.leasing.gang import EndAsked, PartFailed, Renewed, Reported, ResizeAsked, surely_over
 from fedpool.leasing.grants import SiteLimits
 from fedpool.leasing.pool import ForLease, PlanWanted, Pool, TenantSet
-from fedpool.leasing.requests import Renew, Tick
+from fedpool.leasing.requests import Cordon, Renew, Tick, Uncordon
 from fedpool.placement.spread import resized
 from fedpool.records import Quota, Shape, Tenant
 
@@ -30,8 +30,10 @@ def test_two_gangs_for_everything_get_it_one_after_the_other():
     assert sorted([world.state(first), world.state(second)]) == ["active", "queued"]
     assert world.held() == 100
     waiting = first if world.state(first) == "queued" else second
-    assert world.hub.why(world.lease(waiting), world.now) == "100 GPU asked for; 0 of 100 are free"
-    world.end(second if waiting == first else first)
+    holder = second if waiting == first else first
+    why = f"100 GPU asked for; 0 of 100 are free; held by lease {holder} of a: 100"
+    assert world.hub.why(world.lease(waiting), world.now, who=True) == why
+    world.end(holder)
     assert world.state(waiting) == "active"
 
 
@@ -111,6 +113,22 @@ def test_backfill_does_not_delay_the_first():
     assert world.hub.expected_start(world.lease(first), world.now) == pytest.approx(promised)
     world.pass_time(2.2 * HOUR)
     assert world.state(first) == "active"
+
+
+def test_what_is_drained_is_named_and_promised_to_nobody():
+    """A lease that ends at a drained site frees nothing, so nobody is told that it will start then, and backfill is not held up."""
+    world = World(sites=2)
+    runs = world.ask(3, shape=Shape(kinds=("h100",)), site_names=("s0",))
+    world.at_site("s0", Cordon("", "new cooling", 1))
+    world.describe("s0")
+    waits = world.ask(6)
+    why = f"6 GPU asked for; 4 of 8 are free; 4 drained or cordoned (s0: 4); held by lease {runs} of a: 3"
+    assert world.hub.why(world.lease(waits), world.now, who=True) == why
+    assert world.hub.expected_start(world.lease(waits), world.now) is None
+    assert world.state(world.ask(4, hours=9)) == "active", "nothing is kept for what cannot start"
+    world.at_site("s0", Uncordon("", 1))
+    world.describe("s0")
+    assert HOUR < world.hub.expected_start(world.lease(waits), world.now) < 10 * HOUR
 
 
 def test_an_advance_reservation_has_its_devices_at_its_time():

@@ -60,7 +60,9 @@ def test_an_unschedulable_request_says_why_and_is_looked_at_again_only_on_a_rele
     world.settle()
     holder, other = world.ask(3, shape=Shape(kinds=("h100",))), world.ask(2, shape=Shape(kinds=("a100",)))
     gang = world.ask(4, shape=Shape(kinds=("h100",)))
-    assert world.hub.why(world.lease(gang), world.now) == "4 h100 asked for; 1 of 4 are free"
+    assert world.hub.why(world.lease(gang), world.now, who=True) == (
+        f"4 h100 asked for; 1 of 4 are free; held by lease {holder} of a: 3"
+    )
     assert not world.hub.queue.is_dirty and not world.asks, "nothing changes, nothing is tried"
     world.put(ForLease(other, EndAsked("released")))
     while world.asks:
