@@ -407,6 +407,7 @@ def _say(view: LeaseView, output: str | None) -> None:
     if output is None:
         lease = view.lease
         more = lease.notice or (f"offered to {lease.offered_to}" if lease.offered_to else lease.reason)
+        more = more.removeprefix(f"{lease.state}: ")
         render.write(f"lease {lease.id} of {lease.tenant} is {lease.state}{f': {more}' if more else ''}\n")
     else:
         _show(view, output)
