@@ -46,13 +46,22 @@ class Store(Protocol):
     rested on what was never written.
     """
 
-    async def append(self, stream: str, entries: Sequence[msgspec.Struct], *, snapshot: bool = False) -> None:
+    async def append(
+        self,
+        stream: str,
+        entries: Sequence[msgspec.Struct],
+        *,
+        snapshot: bool = False,
+        records: Sequence[bytes] = (),
+    ) -> None:
         """Write entries, all or none; when it returns they and everything appended to the stream before are durable.
 
         Args:
             stream: which.
             entries: tagged Structs; with none it waits for those before.
             snapshot: the first of them holds the whole state: `read` begins with it from now on.
+            records: what the ledger says about them, written with them or not at all; over all streams they are one sequence, in
+                the order of the calls, and no snapshot ends it.
 
         Raises:
             StorageFailed: nothing was written.
@@ -70,6 +79,14 @@ class Store(Protocol):
 
     async def streams(self, prefix: str) -> list[str]:
         """The streams whose name begins with a prefix, oldest first."""
+        ...
+
+    async def recorded(self) -> int:
+        """How many records there are."""
+        ...
+
+    async def records(self, first: int, count: int) -> list[bytes]:
+        """So many records from number `first` on, the first of all being 0; fewer where there are no more."""
         ...
 
     async def last_written(self) -> Instant:

@@ -5,6 +5,7 @@ Keys, under a prefix of the agent's own:
     leader                     the id of the run that may write, bound to an etcd lease that it keeps alive
     e/STREAM/NUMBER            a group of entries of one stream, numbered across all streams; compressed JSON
     c/STREAM/NUMBER/RUN/PIECE  pieces of a group that is too large for one transaction
+    r/FIRST                    records, from number FIRST on
 
 Every write is one transaction on two conditions: this run is still the leader, and nothing is written under the group's number.
 So a predecessor that has lost the leadership writes nothing more however late its request arrives, and a request whose answer
@@ -19,6 +20,7 @@ import contextlib
 import logging
 import secrets
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -35,6 +37,7 @@ from fedpool.step import Instant
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 900_000  # etcd refuses a request of more than 1.5 MiB
+RECORDS_BYTES = 400_000  # in one transaction, before they are compressed
 PORT = 2379
 OPTIONS = {"grpc.max_receive_message_length": -1}
 
@@ -89,14 +92,24 @@ class _Group(msgspec.Struct):
     pieces: int = 0
 
 
+class _Records(msgspec.Struct, array_like=True):
+    """The value of a key of records; `writer` as in a group."""
+
+    writer: str
+    records: list[bytes]
+
+
 class _Waiting:
     """What one `append` wants written."""
 
-    def __init__(self, stream: str, basis: int, entries: list[_Entry], snapshot: bool) -> None:
+    def __init__(
+        self, stream: str, basis: int, entries: list[_Entry], snapshot: bool, records: Sequence[bytes]
+    ) -> None:
         self.stream = stream
         self.basis = basis
         self.entries = entries
         self.snapshot = snapshot
+        self.records = records
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -143,6 +156,8 @@ class EtcdStore:
         self._lease: Any = None
         self._kept = 0.0
         self._number = 0
+        self._recorded = 0
+        self._firsts: list[int] = []  # of the keys that hold records
         self._waiting: list[_Waiting] = []
         self._wanted = asyncio.Event()
         self._in_flight: Counter[str] = Counter()
@@ -194,6 +209,10 @@ class EtcdStore:
             await asyncio.sleep(self._timing.retry)
         groups = await self._ask(lambda client: client.get_prefix(self._key("e/"), keys_only=True))
         self._number = max((int(kv.key.rpartition(b"/")[2]) for kv in groups), default=0)
+        held = await self._ask(lambda client: client.get_prefix(self._key("r/"), keys_only=True))
+        self._firsts = sorted(int(kv.key.rpartition(b"/")[2]) for kv in held)
+        if self._firsts:
+            self._recorded = self._firsts[-1] + len(await self._records_at(self._firsts[-1]))
         self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._write_all())]
 
     async def _tried(self) -> bool:
@@ -259,7 +278,14 @@ class EtcdStore:
 
     # --- writing
 
-    async def append(self, stream: str, entries: Sequence[msgspec.Struct], *, snapshot: bool = False) -> None:
+    async def append(
+        self,
+        stream: str,
+        entries: Sequence[msgspec.Struct],
+        *,
+        snapshot: bool = False,
+        records: Sequence[bytes] = (),
+    ) -> None:
         """See `Store.append`. What waits to be written is written in one transaction.
 
         Raises:
@@ -268,11 +294,11 @@ class EtcdStore:
         basis = self._basis[stream]
         if self._why_lost or (stream, basis) in self._failed:
             raise self._refusal(stream)
-        if not entries and not self._in_flight[stream]:
+        if not entries and not records and not self._in_flight[stream]:
             return
         now = instant(self._clock)
         made = [_Entry(now.at, now.boot or "", now.unix, msgspec.Raw(msgspec.json.encode(entry))) for entry in entries]
-        one = _Waiting(stream, basis, made, snapshot)
+        one = _Waiting(stream, basis, made, snapshot, records)
         self._in_flight[stream] += 1
         self._waiting.append(one)
         self._wanted.set()
@@ -286,9 +312,8 @@ class EtcdStore:
             await self._wanted.wait()
             self._wanted.clear()
             waiting, self._waiting = self._waiting, []
-            # A snapshot begins a group of its own: its stream's entries before it are deleted with it.
             while waiting:
-                count = next((i for i, one in enumerate(waiting) if one.snapshot and i), len(waiting))
+                count = _fit(waiting)
                 await self._write(waiting[:count])
                 waiting = waiting[count:]
 
@@ -302,17 +327,18 @@ class EtcdStore:
             if one.entries:
                 streams.setdefault(one.stream, []).append(one)
         try:
-            if streams:
-                await self._transact(streams)
+            records = [record for one in group for record in one.records]
+            if streams or records:
+                await self._transact(streams, records)
         except StorageFailed as error:
-            self._failed.update((one.stream, one.basis) for one in group if one.entries)
+            self._failed.update((one.stream, one.basis) for one in group if one.entries or one.records)
             for one in group:
                 _settle(one, StorageFailed(error.message, error.hint))
             return
         for one in group:
             _settle(one, None)
 
-    async def _transact(self, streams: dict[str, list[_Waiting]]) -> None:
+    async def _transact(self, streams: dict[str, list[_Waiting]], records: list[bytes]) -> None:
         values: list[tuple[bytes, bytes]] = []
         deleted: list[tuple[bytes, bytes]] = []
         for stream, parts in streams.items():
@@ -327,7 +353,16 @@ class EtcdStore:
                 for kind in ("e", "c"):
                     before = self._stream_key(stream, self._number, kind)
                     deleted.append((self._stream_key(stream, kind=kind), before))
+        if records:
+            packed = zlib.compress(msgspec.msgpack.encode(_Records(self._run, records)), 1)
+            values.append((self._record_key(self._recorded), packed))
         await self._put(values, deleted)
+        if records:
+            self._firsts.append(self._recorded)
+            self._recorded += len(records)
+
+    def _record_key(self, first: int) -> bytes:
+        return self._key(f"r/{first:020}")
 
     def _piece_key(self, stream: str, number: int, writer: str, index: str = "") -> bytes:
         return self._stream_key(stream, number, "c") + f"/{writer}/{index}".encode()
@@ -415,6 +450,36 @@ class EtcdStore:
                 first[stream] = min(first.get(stream, int(number)), int(number))
         return sorted(first, key=lambda stream: first[stream])
 
+    async def recorded(self) -> int:
+        """See `Store.recorded`."""
+        return self._recorded
+
+    async def records(self, first: int, count: int) -> list[bytes]:
+        """See `Store.records`.
+
+        Raises:
+            IntegrityError: one is missing or damaged.
+            StorageFailed: etcd does not answer.
+        """
+        found: list[bytes] = []
+        last = min(first + count, self._recorded)
+        while first + len(found) < last:
+            here = first + len(found)
+            begins = self._firsts[bisect_right(self._firsts, here) - 1]
+            more = (await self._records_at(begins))[here - begins : last - begins]
+            if not more:
+                raise IntegrityError(f"{self._url}: record {here} of the ledger is missing")
+            found += more
+        return found
+
+    async def _records_at(self, first: int) -> list[bytes]:
+        key = self._record_key(first)
+        kv = await self._ask(lambda client: client.get(key))
+        try:
+            return msgspec.msgpack.decode(zlib.decompress(b"" if kv is None else kv.value), type=_Records).records
+        except (zlib.error, msgspec.MsgspecError) as error:
+            raise IntegrityError(f"{self._url}: {key.decode()} is damaged: {error}") from None
+
     async def last_written(self) -> Instant:
         """See `Store.last_written`."""
         keys = await self._ask(lambda client: client.get_prefix(self._key("e/"), keys_only=True))
@@ -442,6 +507,16 @@ class EtcdStore:
             if client is not None:
                 with contextlib.suppress(ClientError):
                     await client.close()
+
+
+def _fit(waiting: Sequence[_Waiting]) -> int:
+    """How many of these go into one transaction; a snapshot begins one: its stream's entries before it are deleted with it."""
+    size = 0
+    for number, one in enumerate(waiting):
+        size += sum(len(record) for record in one.records)
+        if number and (one.snapshot or size > RECORDS_BYTES):
+            return number
+    return len(waiting)
 
 
 def _settle(one: _Waiting, error: StorageFailed | None) -> None:

@@ -21,16 +21,19 @@ from agent import clock
 from fedpool.errors import IntegrityError, StorageFailed
 from fedpool.step import Instant
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _SNAPSHOTS = "CREATE TABLE snapshots (stream TEXT PRIMARY KEY, seq INTEGER NOT NULL) STRICT;"
+_RECORDS = "CREATE TABLE records (number INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;"  # the first is number 1
 _SCHEMA = f"""
 CREATE TABLE entries (
   seq INTEGER PRIMARY KEY, stream TEXT NOT NULL, at REAL NOT NULL, boot TEXT NOT NULL, wall TEXT NOT NULL, body TEXT NOT NULL
 ) STRICT;
 CREATE INDEX entries_stream ON entries (stream, seq);
 {_SNAPSHOTS}
+{_RECORDS}
 """
+_RECORD = "INSERT INTO records (body) VALUES (?)"
 _INSERT = "INSERT INTO entries (stream, at, boot, wall, body) VALUES (?, ?, ?, ?, ?)"
 # The entries stay; a snapshot says nothing that they do not.
 _SUPERSEDED = "DELETE FROM entries WHERE seq = (SELECT seq FROM snapshots WHERE stream = ?)"
@@ -48,6 +51,7 @@ class _Waiting:
     basis: int
     rows: list[_Row]
     snapshot: bool
+    records: Sequence[bytes]
     done: asyncio.Future[None]
     loop: asyncio.AbstractEventLoop
 
@@ -128,13 +132,22 @@ class SqliteStore:
             for seq, body in self._db.execute("SELECT seq, body FROM entries WHERE stream = 'leases'").fetchall():
                 newer = json.dumps(entry_from_1(json.loads(body)), separators=(",", ":"))
                 self._db.execute("UPDATE entries SET body = ? WHERE seq = ?", (newer, seq))
-        self._db.execute(_SNAPSHOTS)
+        if version < 4:
+            self._db.execute(_SNAPSHOTS)
+        self._db.execute(_RECORDS)
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         self._db.execute("COMMIT")
 
     # --- writing
 
-    async def append(self, stream: str, entries: Sequence[msgspec.Struct], *, snapshot: bool = False) -> None:
+    async def append(
+        self,
+        stream: str,
+        entries: Sequence[msgspec.Struct],
+        *,
+        snapshot: bool = False,
+        records: Sequence[bytes] = (),
+    ) -> None:
         """See `Store.append`. What waits to be written is written in one transaction.
 
         Raises:
@@ -143,14 +156,14 @@ class SqliteStore:
         basis = self._basis[stream]
         if (stream, basis) in self._failed or self._broken:
             raise self._refusal(stream)
-        if not entries and not self._in_flight[stream]:
+        if not entries and not records and not self._in_flight[stream]:
             return
         at, boot, wall = clock.now(), clock.boot(), clock.wall()
         rows = [(stream, at, boot, wall, msgspec.json.encode(entry).decode()) for entry in entries]
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._in_flight[stream] += 1
-        self._waiting.append(_Waiting(stream, basis, rows, snapshot, done, loop))
+        self._waiting.append(_Waiting(stream, basis, rows, snapshot, records, done, loop))
         self._thread.submit(self._write_waiting)
         await done
 
@@ -180,7 +193,7 @@ class SqliteStore:
             failure = StorageFailed(
                 f"{self.path} cannot be written: {error}", "make room on the disk; nothing was changed"
             )
-            self._failed.update((one.stream, one.basis) for one in group if one.rows)
+            self._failed.update((one.stream, one.basis) for one in group if one.rows or one.records)
             if error.sqlite_errorname.startswith("SQLITE_IOERR"):
                 # After a failed fsync the kernel may have dropped what it could not write: only a fresh start tells what stands.
                 self._broken = str(error)
@@ -188,7 +201,7 @@ class SqliteStore:
             self._settle(one, failure)
 
     def _write(self, group: list[_Waiting]) -> None:
-        if not any(one.rows for one in group):
+        if not any(one.rows or one.records for one in group):
             return
         self._db.execute("BEGIN IMMEDIATE")
         for one in group:
@@ -197,6 +210,7 @@ class SqliteStore:
                 seq = self._db.execute(_INSERT, one.rows[0]).lastrowid
                 self._db.execute(_MARK, (one.stream, seq))
             self._db.executemany(_INSERT, one.rows[1:] if one.snapshot else one.rows)
+            self._db.executemany(_RECORD, ((record,) for record in one.records))
         self._db.execute("COMMIT")
 
     def _settle(self, one: _Waiting, failure: StorageFailed | None) -> None:
@@ -250,6 +264,29 @@ class SqliteStore:
             ).fetchall()
 
         return [stream for (stream,) in await self._ask(question)]
+
+    async def recorded(self) -> int:
+        """See `Store.recorded`."""
+        (last,) = await self._ask(lambda: self._db.execute("SELECT max(number) FROM records").fetchone())
+        return last or 0
+
+    async def records(self, first: int, count: int) -> list[bytes]:
+        """See `Store.records`.
+
+        Raises:
+            IntegrityError: one is missing.
+        """
+
+        def question() -> list[tuple[int, bytes]]:
+            return self._db.execute(
+                "SELECT number, body FROM records WHERE number > ? ORDER BY number LIMIT ?", (first, count)
+            ).fetchall()
+
+        rows = await self._ask(question)
+        for position, (number, _) in enumerate(rows, first + 1):
+            if number != position:
+                raise IntegrityError(f"{self.path}: record {position - 1} of the ledger is missing")
+        return [body for _, body in rows]
 
     async def last_written(self) -> Instant:
         """See `Store.last_written`."""

@@ -55,7 +55,10 @@ def test_all_or_nothing(pool):
 def test_a_request_waits_and_says_what_for(pool):
     holder = pool.json("lease", "request", "-t", "a", "-g", "8", "--for", "1h")
     foreseen = pool.cli("lease", "request", "-t", "b", "-g", "4", "--dry-run", "--explain", "-o", "json", status=5)
-    assert json.loads(foreseen.stdout)["waits_for"] == f"4 GPU asked for; 0 of 8 are free; held by lease {holder['id']} of a: 8"
+    assert (
+        json.loads(foreseen.stdout)["waits_for"]
+        == f"4 GPU asked for; 0 of 8 are free; held by lease {holder['id']} of a: 8"
+    )
     assert 3600 < json.loads(foreseen.stdout)["starts_in_s"] < 3700
     over = pool.cli("lease", "request", "-t", "b", "-g", "4", "--wait", "1s", status=5)
     assert "is aborted after waiting 1s: 4 GPU asked for; 0 of 8 are free" in over.stderr

@@ -101,6 +101,7 @@ def test_an_older_schema_is_brought_forward(path):
       "state":"active","grants":[{"uuid":"GPU-1","token":7}],"reason":""}],"duration_s":60.0,"requested_at":"now","deadline":9.0}}"""
     db.execute("DELETE FROM entries")
     db.execute("DROP TABLE snapshots")
+    db.execute("DROP TABLE records")
     for body in (site, hub):
         db.execute("INSERT INTO entries (stream, at, boot, wall, body) VALUES ('leases', 1.0, 'b', 'w', ?)", (body,))
     db.execute("PRAGMA user_version=1")
@@ -110,6 +111,25 @@ def test_an_older_schema_is_brought_forward(path):
     assert changed.lease.grants == (Grant("GPU-1", 7),) and changed.epoch == 7
     assert recorded.lease.gpus == 1 and recorded.lease.parts[0].grants == (Grant("GPU-1", 7),)
     assert read(path, LeaseChanged | LeaseRecorded) == [changed, recorded], "once is enough"
+
+
+def test_a_file_without_a_ledger_gets_one(path):
+    """A file of schema 4."""
+    append(path, [ENTRY])
+    db = sqlite3.connect(path)
+    db.execute("DROP TABLE records")
+    db.execute("PRAGMA user_version=4")
+    db.close()
+    assert read(path, LeaseChanged) == [ENTRY]
+
+    async def records():
+        store = SqliteStore(path)
+        await store.append("leases", (), records=[b"{}"])
+        found = await store.records(0, 10)
+        await store.close()
+        return found
+
+    assert asyncio.run(records()) == [b"{}"]
 
 
 def test_a_damaged_database_is_refused_and_kept(path):

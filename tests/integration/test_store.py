@@ -113,3 +113,29 @@ def test_large_snapshots_are_whole(opened):
             assert state.leases == leases and after.epoch == 2
 
     asyncio.run(snapshot())
+
+
+def test_records_are_one_sequence_over_all_streams(opened):
+    """They come with their entries, in the order of the calls, and stay where a snapshot takes the entries' place."""
+    said = [f"record {number}".encode() for number in range(700)]
+
+    async def records():
+        async with opened() as store:
+            assert await store.recorded() == 0 and await store.records(0, 10) == []
+            streams = ("leases", "run/a", "refusals")
+            await asyncio.gather(
+                *(
+                    store.append(streams[n % 3], numbered(n) if n % 3 < 2 else (), records=said[n : n + 1])
+                    for n in range(600)
+                )
+            )
+            await store.append("leases", [SiteState((), {}, 9, 1)], snapshot=True, records=said[600:603])
+        async with opened() as store:
+            await store.append("leases", (), records=said[603:])
+            assert await store.recorded() == 700
+            assert await store.records(0, 1000) == said
+            assert await store.records(595, 10) == said[595:605] and await store.records(700, 5) == []
+            assert epochs(await store.read("run/a", GrantEntry)) == list(range(1, 600, 3))
+            assert epochs(await store.read("leases", GrantEntry)) == [9]
+
+    asyncio.run(records())

@@ -9,6 +9,8 @@ import msgspec
 from fedpool.errors import StorageFailed
 from fedpool.step import Instant
 
+RECORDS = "(records)"  # no stream of an agent's
+
 
 @dataclass(frozen=True)
 class Row:
@@ -90,17 +92,18 @@ class Store:
                 self.told(rows)
             self.writing = None
 
-    async def append(self, stream, entries, *, snapshot=False):
+    async def append(self, stream, entries, *, snapshot=False, records=()):
         basis = self.basis[stream]
         if self.fenced or (stream, basis) in self.failed:
             raise StorageFailed(f"what came before in {stream} was not written")
-        if not entries and not self.in_flight[stream]:
+        if not entries and not records and not self.in_flight[stream]:
             return
         at, boot, unix = self.clock.now(), self.clock.boot(), self.clock.unix()
         rows = [
             Row(stream, at, boot, unix, msgspec.json.encode(entry), snapshot and number == 0)
             for number, entry in enumerate(entries)
         ]
+        rows += [Row(RECORDS, at, boot, unix, record, False) for record in records]
         done = self.disk.loop.create_future()
         self.in_flight[stream] += 1
         self.waiting.append(_Waiting(stream, basis, rows, done))
@@ -154,6 +157,12 @@ class Store:
 
     async def streams(self, prefix):
         return list(dict.fromkeys(row.stream for row in self.disk.rows if row.stream.startswith(prefix)))
+
+    async def recorded(self):
+        return sum(row.stream == RECORDS for row in self.disk.rows)
+
+    async def records(self, first, count):
+        return [row.body for row in self.disk.rows if row.stream == RECORDS][first : first + count]
 
     async def last_written(self):
         last = self.disk.rows[-1] if self.disk.rows else None
