@@ -44,7 +44,13 @@ from fedpool.wire.messages import (
     LeaseSize,
     LeaseView,
     LeaseWanted,
+    LedgerAsked,
+    LedgerHead,
+    LedgerProof,
     ModelWanted,
+    ProofWanted,
+    RecordsPage,
+    RecordsWanted,
     RunWanted,
     TenantNamed,
     Upload,
@@ -55,7 +61,8 @@ from fedpool.wire.session import Notice, Request, from_body
 log = logging.getLogger(__name__)
 
 UPLOAD_BYTES_MAX = 64 << 30
-READS = ("fed.events", "lease.list", "lease.show", "lease.wait")  # they change nothing and end when the asker hangs up
+# They change nothing and end when the asker hangs up.
+READS = ("fed.events", "lease.list", "lease.show", "lease.wait", "ledger.head", "ledger.records", "ledger.proof")
 
 
 class HubViewWanted(msgspec.Struct, frozen=True):
@@ -136,6 +143,9 @@ class Hub:
             "tenant.remove": (TenantNamed, self._tenant_remove),
             "site.cordon": (CordonWanted, lambda body: self._cordon(body, True)),
             "site.uncordon": (CordonWanted, lambda body: self._cordon(body, False)),
+            "ledger.head": (LedgerAsked, lambda b: self._link(b.site).call("ledger.head", b, LedgerHead)),
+            "ledger.records": (RecordsWanted, lambda b: self._link(b.site).call("ledger.records", b, RecordsPage)),
+            "ledger.proof": (ProofWanted, lambda b: self._link(b.site).call("ledger.proof", b, LedgerProof)),
             "upload": (Upload, self._upload),
             "fed.run": (RunWanted, self._fed_run),
             "fed.list": (msgspec.Struct, lambda _: hub_views.runs(self.runs)),
@@ -306,11 +316,14 @@ class Hub:
         await self.gangs.put(TenantDropped(wanted.name))
         return view
 
-    async def _cordon(self, wanted: CordonWanted, on: bool) -> CordonState:
-        link = self.links.get(wanted.site)
+    def _link(self, site: str) -> links.SiteLink:
+        link = self.links.get(site)
         if link is None:
-            raise NotFound(f"no site {wanted.site!r}", nearest(wanted.site, self.links, "ibshell site list shows them"))
-        what = wanted.what
+            raise NotFound(f"no site {site!r}", nearest(site, self.links, "ibshell site list shows them"))
+        return link
+
+    async def _cordon(self, wanted: CordonWanted, on: bool) -> CordonState:
+        link, what = self._link(wanted.site), wanted.what
         term = self.gangs.term
         event = Cordon(what, wanted.reason, term) if on else Uncordon(what, term)
         state = await link.call("site.cordon" if on else "site.uncordon", event, CordonState)

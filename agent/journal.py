@@ -95,19 +95,25 @@ class Journal(Generic[Machine]):
         """
         await self._store.append(self._stream, ())
 
-    async def write(self, entries: Sequence[msgspec.Struct], finish: Callable[[bool], None]) -> None:
+    async def write(
+        self,
+        entries: Sequence[msgspec.Struct],
+        finish: Callable[[bool], None],
+        records: Sequence[bytes] = (),
+    ) -> None:
         """Make entries durable that have been applied already.
 
         Args:
             entries: of one decision; with none it waits for those before.
             finish: says and does what follows, once they are durable; told whether who asked still waits for the answer.
+            records: what the ledger says about them.
 
         Raises:
             StorageFailed: they are taken back, with everything decided since.
         """
         machine = self.machine
         try:
-            await self._store.append(self._stream, entries)
+            await self._store.append(self._stream, entries, records=records)
         except StorageFailed:
             await self._read_again(machine)
             raise

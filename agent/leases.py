@@ -8,7 +8,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from agent.journal import Journal
+from agent.ledger import SiteLedger
 from agent.ports import Clock, Launcher, Store, instant
+from fedpool import __version__
 from fedpool.errors import IbshellError
 from fedpool.leasing.grants import (
     CordonChanged,
@@ -20,7 +22,9 @@ from fedpool.leasing.grants import (
     SiteLimits,
     WarnProcesses,
 )
+from fedpool.leasing.recorded import CARRIED, lease_records, records_of
 from fedpool.leasing.requests import Cordon, GrantEvent, LeaseEvent, Obey, ProcessesGone, Tick, Uncordon
+from fedpool.ledger.records import Record
 from fedpool.names import mark_of
 from fedpool.records import Inventory, SiteLease
 from fedpool.step import Decision
@@ -29,6 +33,7 @@ log = logging.getLogger(__name__)
 
 STREAM = "leases"
 RETRY_S = 1.0
+AT_ONCE = 100  # records, where a ledger begins
 LOOK_S = 1.0  # whether devices that are to be given back are still used
 SHORTEST_S = 0.001  # to sleep: the loop and the clock may differ a little
 
@@ -45,6 +50,7 @@ class SiteLeases:
             asked for it gets it as an answer.
         clock: the machine's.
         launcher: ends and warns processes.
+        ledger: the site's.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class SiteLeases:
         changed: Callable[[SiteLease | None, bool], None],
         clock: Clock,
         launcher: Launcher,
+        ledger: SiteLedger,
     ) -> None:
         machine = SiteGrants(site, inventory, limits)
         self._journal = Journal(store, STREAM, GrantEntry, machine, _replaced, self._resumed, self._begin)
@@ -63,6 +70,7 @@ class SiteLeases:
         self._changed = changed
         self._clock = clock
         self._launcher = launcher
+        self._ledger = ledger
         self._wake = asyncio.Event()
         self._guarded: set[str] = set()  # leases under which something was started
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,6 +85,8 @@ class SiteLeases:
     async def recover(self) -> None:
         """Read the entries back, end what a dead run of this agent left behind, then open for grants."""
         await self._journal.recover()
+        if not await self._ledger.recover():
+            await self._open_ledger()
         last = await self._store.last_written()
         await self._commit(Decision([self.machine.restarted(instant(self._clock), last)]))
         # A program does not outlive its agent: what is left of one belongs to a lease whose task must be started anew, or to
@@ -89,6 +99,15 @@ class SiteLeases:
                 await self.step(ProcessesGone(lease.id))
             elif lease.leaving:
                 await self.step(ProcessesGone(lease.id, lease.leaving))
+
+    async def _open_ledger(self) -> None:
+        """Begin the ledger; leases that are older than it are carried over."""
+        records: list[Record] = [self._ledger.opening()]
+        for lease in self.machine.leases.values():
+            if lease.occupies:
+                records += lease_records(None, lease, self.machine.term, self._clock.now(), CARRIED)
+        for first in range(0, len(records), AT_ONCE):
+            await self._store.append(STREAM, (), records=self._ledger.at(records[first : first + AT_ONCE]))
 
     async def run(self) -> None:
         """Let holds lapse and leases expire, until cancelled."""
@@ -174,12 +193,19 @@ class SiteLeases:
 
     async def _commit(self, decision: GrantDecision, *, answered: bool = False) -> None:
         """Fold what was decided at once, so that the next decision builds on it; say and do nothing before it is durable."""
+        records: list[Record] = []
         for entry in decision.entries:
+            records += records_of(self.machine.leases, entry, self._clock.now(), __version__)
             self.machine.apply(entry)
-        await self._journal.write(decision.entries, lambda awaited: self._finish(decision, answered and awaited))
+        written = self._ledger.at(records)
+        await self._journal.write(
+            decision.entries, lambda awaited: self._finish(decision, answered and awaited), written
+        )
 
     def _finish(self, decision: GrantDecision, answered: bool) -> None:
         """It is durable: say and do what follows from it."""
+        if decision.entries:
+            self._ledger.wrote()
         for entry in decision.entries:
             if isinstance(entry, LeaseChanged):
                 self._changed(entry.lease, answered)

@@ -17,6 +17,7 @@ from agent.backoff import LAST_S, delay
 from agent.config import SiteConfig
 from agent.launchers.launcher import LocalLauncher
 from agent.leases import SiteLeases
+from agent.ledger import SiteLedger
 from agent.ports import Clock, Launcher, Store
 from agent.probes import DeviceProbe
 from agent.programs import Task
@@ -50,6 +51,8 @@ from fedpool.wire.messages import (
     DescriptionWanted,
     LeaseNotice,
     Nothing,
+    ProofWanted,
+    RecordsWanted,
     SiteDescription,
     TaskEnded,
     TaskWanted,
@@ -103,8 +106,10 @@ class SiteAgent:
         self._clock = clock
         self._chance = random.SystemRandom()  # spreads attempts to dial
         self._inventory = probe.snapshot()
+        self.ledger = SiteLedger(config.name, self.identity, store, clock)
+        launcher = launcher or LocalLauncher()
         self.leases = SiteLeases(
-            config.name, self._inventory, config.policy, store, self._changed, clock, launcher or LocalLauncher()
+            config.name, self._inventory, config.policy, store, self._changed, clock, launcher, self.ledger
         )
         peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
         self._rounds = SiteRounds(
@@ -150,6 +155,7 @@ class SiteAgent:
         await self._rounds.recover()
         await self.leases.recover()
         tasks.create_task(self.leases.run())
+        tasks.create_task(self.ledger.run())
 
     async def _dial_out(self, subsystem: str) -> None:
         attempt = 0
@@ -265,6 +271,13 @@ class SiteAgent:
                 event = from_body(body, _LEASE_METHODS[method], method)
                 require_id(event.lease, "lease")
                 return await self.leases.step(event)
+            case "ledger.head":
+                await self.leases.durable()
+                return await self.ledger.head()
+            case "ledger.records":
+                return await self.ledger.page(from_body(body, RecordsWanted, method))
+            case "ledger.proof":
+                return await self.ledger.proof(from_body(body, ProofWanted, method))
             case "task.start":
                 return await self._start_task(from_body(body, TaskWanted, method))
             case "task.stop":

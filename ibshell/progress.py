@@ -13,6 +13,42 @@ from ibshell.render import cell
 BAR_CELLS = 20
 
 
+class Bar:
+    """How far something has come: one line that is rewritten on a terminal, nothing elsewhere, gone at the end.
+
+    Args:
+        doing: what is going on.
+        total: how much there is to do, 0 where it is not known yet.
+    """
+
+    def __init__(self, doing: str, total: int = 0) -> None:
+        self.total = total
+        self._doing = doing
+        self._live = not diagnostics.is_plain(sys.stderr)
+        self._ascii = "utf" not in (sys.stderr.encoding or "").lower()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def at(self, done: int, of: str = "") -> None:
+        """It has come so far, with what `of` names."""
+        if not self._live:
+            return
+        text = f"{bar(done, self.total, self._ascii)} {self._doing} {of} {done}/{self.total}"
+        print(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def bar(done: int, total: int, ascii_only: bool) -> str:
+    """`BAR_CELLS` cells of which some are full."""
+    full, empty = ("#", ".") if ascii_only else ("━", "╌")
+    filled = round(BAR_CELLS * done / max(1, total))
+    return full * filled + empty * (BAR_CELLS - filled)
+
+
 class Progress:
     """Shows a run's events.
 
@@ -81,10 +117,8 @@ class Progress:
     def _draw(self) -> None:
         if not self._live:
             return
-        full, empty = ("#", ".") if self._ascii else ("━", "╌")
-        filled = round(BAR_CELLS * self._done / max(1, self._rounds))
         text = (
-            f"{full * filled}{empty * (BAR_CELLS - filled)} round {min(self._done + 1, self._rounds)}/{self._rounds} "
+            f"{bar(self._done, self._rounds, self._ascii)} round {min(self._done + 1, self._rounds)}/{self._rounds} "
             f"{self._phase} {self._answered}/{self._cohort} {cell('metrics', self._metrics)} "
             f"{format_size(self._bytes)}{self._left()}"
         )

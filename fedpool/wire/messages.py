@@ -246,6 +246,54 @@ class HubView(msgspec.Struct, frozen=True):
     words: list[int]
 
 
+class LedgerAsked(msgspec.Struct, frozen=True):
+    """ledger.head -> LedgerHead; the hub passes it on to the site."""
+
+    site: str
+
+
+class LedgerHead(msgspec.Struct, frozen=True):
+    """How far a site's ledger has come: a checkpoint that covers everything it had decided when it was asked.
+
+    Attributes:
+        note: the signed checkpoint.
+        key: of who signed it, as verifiers of other people read it.
+    """
+
+    site: str
+    note: bytes
+    key: str
+
+
+class RecordsWanted(msgspec.Struct, frozen=True):
+    """ledger.records -> RecordsPage: at most so many records of a site's ledger, from number `first` on."""
+
+    site: str
+    first: int
+    count: int
+
+
+class RecordsPage(msgspec.Struct, frozen=True):
+    """Records as they were written, as many as one answer takes; none where there are no more."""
+
+    records: list[bytes]
+
+
+class ProofWanted(msgspec.Struct, frozen=True):
+    """ledger.proof -> LedgerProof: that record `index` is among the first `size`, or else that the first `old` of them stayed."""
+
+    site: str
+    size: int
+    index: int | None = None
+    old: int = 0
+
+
+class LedgerProof(msgspec.Struct, frozen=True):
+    """The hashes of a proof (RFC 9162, 2.1.3 and 2.1.4)."""
+
+    hashes: list[bytes]
+
+
 # --- hub -> site ---------------------------------------------------------------------------------------------------------
 
 

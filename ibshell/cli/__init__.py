@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tenant": ("tenant", "Who may lease, and how much of the pool belongs to whom."),
     "lease": ("lease", "Take, show, renew and release GPUs across sites."),
     "fed": ("fed", "Federated training: run a plan, watch it, resume it."),
+    "ledger": ("ledger", "What was done at every site, and whether the sites' ledgers are whole."),
     "doctor": ("doctor", "What is wrong with this set-up and how to mend it."),
     "bench": ("bench", "The project's own measurements on this machine."),
 }

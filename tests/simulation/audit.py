@@ -2,10 +2,15 @@
 
 import msgspec
 
+from agent.ledger import CHECKPOINT_STREAM, CheckpointSigned
 from fedpool.leasing import lease as life
 from fedpool.leasing.gang import LeaseRecorded
 from fedpool.leasing.grants import GrantEntry, LeaseChanged, LeasesForgotten, SiteGrants, SiteState
 from fedpool.leasing.pool import Pool, PoolEntry, PoolState
+from fedpool.leasing.recorded import Replay
+from fedpool.ledger.merkle import Frontier, leaf_hash
+from fedpool.ledger.records import LeaseSaid, decode
+from simulation.disk import RECORDS
 
 WHOLE = 1000
 _SITE = msgspec.json.Decoder(GrantEntry)
@@ -176,3 +181,30 @@ def hub_restarts_to_the_same(world):
 def site_restarts_to_the_same(site):
     machine = site.service.leases.machine
     same_after_a_restart(SiteGrants(site.name, site.inventory), machine, site.disk.rows, _SITE)
+
+
+def site_ledger_says_the_same(site):
+    """One record for every change of a lease, none that breaks a rule, and a checkpoint that is of these records."""
+    rows = site.disk.rows
+    records = [row.body for row in rows if row.stream == RECORDS]
+    replay, time, said = Replay(), 0, []
+    for number, body in enumerate(records):
+        record = decode(body)
+        found = replay.take(record)
+        if found or record.time < time:
+            raise Broken(f"record {number} of {site.name}'s ledger is wrong: {found or 'it goes back in time'}: {body}")
+        time = record.time
+        if isinstance(record, LeaseSaid):
+            said.append((record.lease, record.version, record.state))
+    entries = [_SITE.decode(row.body) for row in rows if row.stream == "leases"]
+    changed = [(e.lease.id, e.lease.version, e.lease.state) for e in entries if isinstance(e, LeaseChanged)]
+    if said != changed:
+        raise Broken(f"{site.name}'s ledger says {said} and its leases went through {changed}")
+    for row in rows:
+        if row.stream == CHECKPOINT_STREAM:
+            signed = msgspec.json.decode(row.body, type=CheckpointSigned)
+            frontier = Frontier()
+            for body in records[: signed.size]:
+                frontier.append(leaf_hash(body))
+            if (frontier.size, frontier.root()) != (signed.size, signed.root):
+                raise Broken(f"{site.name} has signed {signed.size} records that are not those on its disk")

@@ -18,7 +18,13 @@ from fedpool.leasing.pool import TenantSet
 from fedpool.records import Quota, Tenant
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.transport.identity import Identity, public_line
-from simulation.audit import Broken, HubAudit, hub_restarts_to_the_same, site_restarts_to_the_same
+from simulation.audit import (
+    Broken,
+    HubAudit,
+    hub_restarts_to_the_same,
+    site_ledger_says_the_same,
+    site_restarts_to_the_same,
+)
 from simulation.clients import FINAL, Client
 from simulation.loop import Loop
 from simulation.machines import HubMachine, SiteMachine
@@ -302,6 +308,7 @@ class World:
         hub_restarts_to_the_same(self)
         for site in self.sites.values():
             site_restarts_to_the_same(site)
+            site_ledger_says_the_same(site)
         machine = self.hub.service.gangs.machine
         machine.check()
         if machine.tenants.held:

@@ -1,0 +1,187 @@
+"""What a site's ledger says: one Struct a kind of record, and their one canonical encoding.
+
+Field names are ASCII and values are integers, texts, lists and truth values, so that msgspec's sorted JSON is the canonical form of
+RFC 8785 (`fedpool.ledger.canonical` says what that is, and a test holds the two together). A field that says nothing is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import msgspec
+
+from fedpool.errors import IntegrityError
+
+FORMAT = 1
+TEXT_MAX = 500  # characters of a reason, which people of other institutions write
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """What they have in common.
+
+    Attributes:
+        time: of writing, in milliseconds of Unix; it never goes back within a ledger, whatever the clock does.
+    """
+
+    time: int = 0
+
+
+class LedgerOpened(Record, frozen=True, kw_only=True, tag="ledger.opened"):
+    """The first record of every ledger.
+
+    Attributes:
+        format: of the records, for their readers.
+        site: whose it is.
+        key: base64 of the Ed25519 key that signs its checkpoints.
+    """
+
+    format: int
+    site: str
+    key: str
+
+
+class SiteStarted(Record, frozen=True, kw_only=True, tag="site.started"):
+    """The agent started; its tokens begin above `epoch`."""
+
+    epoch: int
+    software: str
+
+
+class HubObeyed(Record, frozen=True, kw_only=True, tag="hub.obeyed"):
+    """A hub of a new term has connected; none of an earlier one is obeyed any more."""
+
+    term: int
+
+
+class Cordoned(Record, frozen=True, kw_only=True, tag="cordoned"):
+    """Nothing new is granted on a node or device, or, with `what` empty, at the site."""
+
+    what: str = ""
+    reason: str = ""
+    term: int = 0
+
+
+class Uncordoned(Record, frozen=True, kw_only=True, tag="uncordoned"):
+    """It is granted again."""
+
+    what: str = ""
+    term: int = 0
+
+
+class Granted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Devices that were granted together.
+
+    Attributes:
+        devices: UUIDs.
+        token: their fencing token.
+        milli: how much of each, in thousandths.
+    """
+
+    devices: tuple[str, ...]
+    token: int
+    milli: int = 1000
+
+
+class LeaseSaid(Record, frozen=True, kw_only=True, tag="lease"):
+    """A lease took a new state at this site, or changed in it.
+
+    Attributes:
+        lease: its id, the same at all sites of a gang.
+        tenant: who holds it.
+        event: what happened, as in the table of leases; "carried" where a ledger begins with leases that are older.
+        state: that follows.
+        version: of the lease at this site.
+        term: of the hub that is obeyed.
+        for_ms: how long it has from now on, where that has changed.
+        grants: all its devices, where they have changed.
+        more: so many records of kind lease.devices follow, with more of its devices.
+        leaving: devices it is to give back, where that has changed.
+        reason: why it is ending, or will.
+        next_tenant: to whom it goes.
+    """
+
+    lease: str
+    tenant: str
+    event: str
+    state: str
+    version: int = 0
+    term: int = 0
+    for_ms: int | None = None
+    grants: tuple[Granted, ...] | None = None
+    more: int = 0
+    leaving: tuple[str, ...] | None = None
+    reason: str = ""
+    next_tenant: str = ""
+
+
+class LeaseDevices(Record, frozen=True, kw_only=True, tag="lease.devices"):
+    """More devices of the lease whose record came before."""
+
+    lease: str
+    grants: tuple[Granted, ...]
+
+
+AnyRecord: TypeAlias = LedgerOpened | SiteStarted | HubObeyed | Cordoned | Uncordoned | LeaseSaid | LeaseDevices
+
+
+class _Kind(msgspec.Struct):
+    kind: str = ""
+    time: int = 0
+
+
+_ENCODER = msgspec.json.Encoder(order="sorted")
+_DECODER = msgspec.json.Decoder(AnyRecord)
+_KIND = msgspec.json.Decoder(_Kind)
+
+
+def encode(record: Record) -> bytes:
+    """The canonical encoding."""
+    return _ENCODER.encode(record)
+
+
+def encode_at(records: Iterable[Record], time_ms: int) -> list[bytes]:
+    """Records of one moment, as they are written."""
+    return [encode(msgspec.structs.replace(record, time=time_ms)) for record in records]
+
+
+def decode(data: bytes) -> AnyRecord | None:
+    """Read a record; None for one of a kind that this release does not know.
+
+    Raises:
+        IntegrityError: it is none.
+    """
+    try:
+        return _DECODER.decode(data)
+    except msgspec.ValidationError as error:
+        kind = kind_of(data)
+        if any(kind == known.__struct_config__.tag for known in AnyRecord.__args__):
+            raise IntegrityError(f"a record of kind {kind!r} cannot be read: {error}") from None
+        return None
+    except msgspec.MsgspecError as error:
+        raise IntegrityError(f"a record cannot be read: {error}") from None
+
+
+def kind_of(data: bytes) -> str:
+    """Of what kind a record says it is.
+
+    Raises:
+        IntegrityError: it is none.
+    """
+    return _peek(data).kind
+
+
+def time_of(data: bytes) -> int:
+    """When a record says it was written.
+
+    Raises:
+        IntegrityError: it is none.
+    """
+    return _peek(data).time
+
+
+def _peek(data: bytes) -> _Kind:
+    try:
+        return _KIND.decode(data)
+    except msgspec.MsgspecError as error:
+        raise IntegrityError(f"a record cannot be read: {error}") from None

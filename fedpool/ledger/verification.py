@@ -1,0 +1,123 @@
+"""Checking a ledger from its records alone: that they are what was signed, in one form, in order, and keep the rules.
+
+Whoever verifies needs the checkpoint and the key that signs it; what the rules are is the caller's to say, record by record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from fedpool.errors import IbshellError, IntegrityError
+from fedpool.ledger import canonical, merkle, notes
+from fedpool.ledger.records import LedgerOpened, Record, decode, encode, time_of
+
+FINDINGS_MAX = 100  # are kept; the others are counted
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something that is wrong with a ledger.
+
+    Attributes:
+        site: whose it is.
+        record: number of the record it was found at, or None where it concerns the whole.
+        problem: what it is.
+    """
+
+    site: str
+    record: int | None
+    problem: str
+
+
+class Verification:
+    """One ledger, record after record from the first.
+
+    Args:
+        site: whose ledger it is to be.
+        key: that signs its checkpoints.
+        rules: takes each record and says what is wrong with it.
+
+    Attributes:
+        findings: what is wrong, the first `FINDINGS_MAX`.
+        faults: how much is wrong.
+        unknown: records of kinds that this release does not know.
+    """
+
+    def __init__(self, site: str, key: notes.Key, rules: Callable[[Record], Sequence[str]]) -> None:
+        self.site = site
+        self.findings: list[Finding] = []
+        self.faults = 0
+        self.unknown = 0
+        self._key = key
+        self._rules = rules
+        self._tree = merkle.Frontier()
+        self._time = 0
+
+    @property
+    def size(self) -> int:
+        """Records so far."""
+        return self._tree.size
+
+    @property
+    def root(self) -> bytes:
+        """Of the records so far."""
+        return self._tree.root()
+
+    def find(self, problem: str, record: int | None = None) -> None:
+        """Note something that is wrong."""
+        self.faults += 1
+        if len(self.findings) < FINDINGS_MAX:
+            self.findings.append(Finding(self.site, record, problem))
+
+    def take(self, data: bytes) -> None:
+        """One more record."""
+        number = self._tree.size
+        self._tree.append(merkle.leaf_hash(data))
+        try:
+            record = decode(data)
+            if record is None or encode(record) != data:
+                canonical.decode(data)  # of a newer release, with more than this one knows: still in the one form
+            time = time_of(data) if record is None else record.time
+        except IbshellError as error:
+            self.find(error.message, number)
+            return
+        if time < self._time:
+            self.find(f"it was written at {time} and the record before it at {self._time}", number)
+        self._time = max(self._time, time)
+        if record is None:
+            self.unknown += 1
+            return
+        if isinstance(record, LedgerOpened) != (number == 0):
+            self.find("a ledger is opened by its first record, and by no other", number)
+        elif isinstance(record, LedgerOpened) and record.site != self.site:
+            self.find(f"it is the ledger of {record.site!r}", number)
+        for problem in self._rules(record):
+            self.find(problem, number)
+
+    def finish(self, note: bytes) -> notes.Checkpoint | None:
+        """The records are all there are: compare them with a checkpoint; returns it where its signature is good."""
+        try:
+            checkpoint = read_checkpoint(note, self._key)
+        except IntegrityError as error:
+            self.find(error.message)
+            return None
+        if (checkpoint.size, checkpoint.root) != (self.size, self.root):
+            self.find(
+                f"the site signed {checkpoint.size} records with the root {checkpoint.root.hex()[:16]}…; these "
+                f"{self.size} have the root {self.root.hex()[:16]}…: one was changed, removed, added or moved"
+            )
+        return checkpoint
+
+
+def read_checkpoint(note: bytes, key: notes.Key) -> notes.Checkpoint:
+    """A checkpoint whose signature is this key's.
+
+    Raises:
+        IntegrityError: it is none, or of another ledger, or not signed by the key.
+    """
+    found = notes.decode(note)
+    checkpoint = notes.parse_checkpoint(found, key.name)
+    if key.name not in notes.signers(found, [key]):
+        raise IntegrityError(f"a checkpoint of {key.name} without that key's signature")
+    return checkpoint

@@ -1,0 +1,258 @@
+"""`ibshell ledger`: what was done at every site, and whether the sites' ledgers are whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from fedpool.client.connection import Connection
+from fedpool.errors import IbshellError, NotFound, UsageError
+from fedpool.leasing.recorded import Replay
+from fedpool.ledger.verification import Finding, Verification
+from fedpool.units import parse_duration
+from fedpool.wire.messages import Listing, Nothing
+from ibshell import render
+from ibshell.cli import options
+from ibshell.ledgers import PAGE, Ledger
+from ibshell.progress import Bar
+from ibshell.render import Column
+
+app = typer.Typer(no_args_is_help=True, help="What was done at every site, and whether the sites' ledgers are whole.")
+
+FAULTS = 9
+FOLLOW_S = 1.0
+LOG = [
+    Column("TIME", "time"),
+    Column("SITE", "site"),
+    Column("RECORD", "record"),
+    Column("KIND", "kind"),
+    Column("TENANT", "tenant"),
+    Column("LEASE", "lease"),
+    Column("GPUS", "gpus"),
+    Column("WHAT", "what"),
+]
+VERIFIED = [
+    Column("SITE", "site"),
+    Column("RESULT", "result"),
+    Column("RECORDS", "records"),
+    Column("LEASES", "leases"),
+    Column("ROOT", "root"),
+    Column("SINCE", "known_before"),
+    Column("FAULTS", "faults"),
+]
+
+Sites = Annotated[list[str] | None, typer.Option("--site", help="Only this site; may be repeated.")]
+
+
+def _names(connection: Connection, wanted: Sequence[str]) -> list[str]:
+    """The sites to ask."""
+    known = [site["name"] for site in connection.call("site.list", Nothing(), Listing).items]
+    for name in wanted:
+        if name not in known:
+            raise NotFound(f"no site {name!r}", "ibshell site list shows them")
+    return list(wanted) or known
+
+
+def _since_ms(text: str) -> int:
+    """A time, or how long ago, as milliseconds of Unix.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if not text:
+        return 0
+    try:
+        return int(datetime.fromisoformat(text).astimezone().timestamp() * 1000)
+    except ValueError:
+        pass
+    try:
+        return int((time.time() - parse_duration(text)) * 1000)
+    except UsageError:
+        raise UsageError(f"--since {text} is no time", "write 2h, 3d, or 2026-12-24T22:00+01:00") from None
+
+
+class _Filter:
+    """What of the ledgers is wanted."""
+
+    def __init__(self, tenant: str, lease: str, kind: str, since_ms: int) -> None:
+        self.tenant = tenant
+        self.lease = lease
+        self.kind = kind
+        self.since_ms = since_ms
+
+    def matches(self, item: dict[str, Any]) -> bool:
+        """Whether a record is."""
+        return (
+            (not self.tenant or item["tenant"] == self.tenant)
+            and (not self.lease or item["lease"].startswith(self.lease))
+            and (not self.kind or item["kind"] == self.kind or item["kind"].startswith(self.kind + "."))
+        )
+
+
+def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
+    """A record as a line of a listing, with the whole of it beside."""
+    said = json.loads(data)
+    kind = str(said.get("kind", ""))
+    devices = sum(len(group["devices"]) for group in said.get("grants", ()))
+    what = said.get("reason") or said.get("what") or ""
+    if said.get("next_tenant"):
+        what = f"to {said['next_tenant']}"
+    elif not what and "for_ms" in said:
+        what = f"for {render.cell('for_s', said['for_ms'] / 1000)}"
+    return {
+        "id": f"{site}:{number}",
+        "time": datetime.fromtimestamp(said.get("time", 0) / 1000, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+        "site": site,
+        "record": number,
+        "kind": f"lease.{said['event']}" if kind == "lease" else kind,
+        "tenant": said.get("tenant", ""),
+        "lease": said.get("lease", ""),
+        "gpus": devices or None,
+        "what": what,
+        "said": said,
+    }
+
+
+def _last(ledger: Ledger, wanted: _Filter, count: int) -> list[dict[str, Any]]:
+    """The latest records that are wanted, read from the end."""
+    found: list[dict[str, Any]] = []
+    last = ledger.size
+    while last > 0 and (not count or len(found) < count):
+        first = max(0, last - PAGE)
+        page = [_item(ledger.site, number, data) for number, data in ledger.records(first, last)]
+        recent = [item for item in page if item["said"].get("time", 0) >= wanted.since_ms]
+        found = [item for item in recent if wanted.matches(item)] + found
+        if len(recent) < len(page):
+            break  # times never go back
+        last = first
+    return found[-count:] if count else found
+
+
+@app.command()
+def log(
+    site: Sites = None,
+    tenant: Annotated[str, typer.Option("--tenant", "-t", help="Only this tenant's.")] = "",
+    lease: Annotated[str, typer.Option("--lease", help="Only this lease, or those whose id begins so.")] = "",
+    kind: Annotated[str, typer.Option("--kind", help="lease, lease.expire, cordoned, site.started, …")] = "",
+    since: Annotated[str, typer.Option("--since", help="2h, 3d, or 2026-12-24T22:00+01:00.")] = "",
+    last: Annotated[int, typer.Option("--last", "-n", min=0, help="The latest so many; 0 for all.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    output: options.Output = None,
+    strict: options.Strict = False,
+) -> None:
+    """Show what the sites have recorded, the latest last.
+
+    Examples: ibshell ledger log --lease 7f3a
+              ibshell ledger log --tenant oncology --since 2d -n 0 -o json
+              ibshell ledger log --kind lease.expire --follow
+    """
+    wanted = _Filter(tenant, lease, kind, _since_ms(since))
+    with options.hub() as connection:
+        ledgers: list[Ledger] = []
+        found: list[dict[str, Any]] = []
+        errors: list[dict[str, str]] = []
+        for name in _names(connection, site or ()):
+            try:
+                ledger = Ledger(connection, name)
+                found += _last(ledger, wanted, last)
+                ledgers.append(ledger)
+            except IbshellError as error:
+                errors.append({"site": name, "message": error.message})
+        found.sort(key=lambda item: (item["said"].get("time", 0), item["site"], item["record"]))
+        answer = {"items": found[-last:] if last else found, "errors": errors, "as_of": {}}
+        options.show_listing(
+            lambda: answer, LOG, "id", "ndjson" if follow and output == "json" else output, strict, False
+        )
+        if follow:
+            _follow(ledgers, wanted, output)
+
+
+def _follow(ledgers: Sequence[Ledger], wanted: _Filter, output: str | None) -> None:
+    """Show what is written from now on."""
+    seen = {ledger.site: ledger.size for ledger in ledgers}
+    while True:
+        time.sleep(FOLLOW_S)
+        for ledger in ledgers:
+            ledger.update()
+            items = [_item(ledger.site, *record) for record in ledger.records(seen[ledger.site], ledger.size)]
+            seen[ledger.site] = ledger.size
+            answer = {"items": [item for item in items if wanted.matches(item)], "errors": [], "as_of": {}}
+            form = "ndjson" if output in ("json", "yaml") else output
+            text = render.listing(answer, LOG, "id", form, render.on_terminal())
+            if form in (None, "table", "wide", "csv"):
+                text = text.partition("\n")[2]  # without the heading
+            render.write(text)
+
+
+def _verified(ledger: Ledger, bar: Bar) -> tuple[dict[str, Any], list[Finding]]:
+    """Verify one site's ledger from its first record on."""
+    replay = Replay()
+    check = Verification(ledger.site, ledger.key, replay.take)
+    seen = ledger.seen
+    for number, data in ledger.records(0, ledger.size):
+        check.take(data)
+        if number % 1000 == 0:
+            bar.at(number, ledger.site)
+        if seen is not None and check.size == seen.size and not ledger.is_same(check.root):
+            check.find(f"the first {seen.size} records are not those that were verified here before", number)
+    if seen is not None and ledger.size < seen.size:
+        check.find(f"it has {ledger.size} records; {seen.size} were verified here before: history was cut off")
+    check.finish(ledger.note)
+    if not check.faults:
+        ledger.remember(check.size, check.root)
+    row = {
+        "site": ledger.site,
+        "result": "faults" if check.faults else "whole",
+        "records": check.size,
+        "leases": replay.leases,
+        "root": check.root.hex()[:16],
+        "known_before": seen.size if seen is not None else None,
+        "faults": check.faults,
+        "unknown": check.unknown,
+        "key": ledger.key.line(),
+    }
+    return row, check.findings
+
+
+def _each(connection: Connection, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], list[Finding]]]:
+    for name in names:
+        with Bar("verifying") as bar:
+            try:
+                ledger = Ledger(connection, name)
+                bar.total = ledger.size
+                yield _verified(ledger, bar)
+            except IbshellError as error:
+                yield {"site": name, "result": "unverified", "faults": 1}, [Finding(name, None, error.message)]
+
+
+@app.command()
+def verify(site: Sites = None, output: options.Output = None) -> None:
+    """Check every record, signature and rule of the sites' ledgers; exits with 9 when something is wrong.
+
+    A site's key is remembered when it is first seen, and how far its ledger was verified: another key, or a past that has changed
+    since, is a fault.
+
+    Examples: ibshell ledger verify
+              ibshell ledger verify --site hospital-07 -o json
+    """
+    with options.hub() as connection:
+        results = list(_each(connection, _names(connection, site or ())))
+    findings = [finding for _, found in results for finding in found]
+    answer = {
+        "items": [row for row, _ in results],
+        "findings": [{"site": f.site, "record": f.record, "problem": f.problem} for f in findings],
+        "errors": [],
+        "as_of": {},
+    }
+    render.write(render.listing(answer, VERIFIED, "site", output, render.on_terminal()))
+    if output not in ("json", "yaml"):
+        for finding in findings:
+            where = "" if finding.record is None else f" record {finding.record}:"
+            render.write(f"{finding.site}:{where} {render.cell('problem', finding.problem)}\n")
+    if findings:
+        raise typer.Exit(FAULTS)

@@ -1,0 +1,105 @@
+"""Reading sites' ledgers through the hub, and what this machine remembers of them: each site's key and how far it was verified."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from fedpool.client.connection import Connection
+from fedpool.errors import IntegrityError, NotAuthorised, NotFound
+from fedpool.ledger import notes
+from fedpool.ledger.verification import read_checkpoint
+from fedpool.names import NAME
+from fedpool.wire.messages import LedgerAsked, LedgerHead, RecordsPage, RecordsWanted
+from ibshell import settings
+
+PAGE = 4096
+
+
+class Seen(msgspec.Struct):
+    """What is remembered of a site's ledger.
+
+    Attributes:
+        key: that signs it, in the form of c2sp.org's notes.
+        size: records that were verified.
+        root: of these, base64.
+    """
+
+    key: str
+    size: int = 0
+    root: str = ""
+
+
+class Ledger:
+    """A site's ledger as the hub passes it on.
+
+    Args:
+        connection: to the hub.
+        site: its name.
+
+    Raises:
+        Unreachable, NotFound: it cannot be asked.
+        IntegrityError: its checkpoint is not signed by its key.
+        NotAuthorised: its key is another one than before.
+    """
+
+    def __init__(self, connection: Connection, site: str) -> None:
+        self.site = site
+        self._connection = connection
+        if not NAME.fullmatch(site):
+            raise NotFound(f"no site {site!r}", "ibshell site list shows them")
+        self._path = settings.pool_directory(settings.pool_name().replace("/", "_")) / "ledgers" / f"{site}.json"
+        self.seen = _read(self._path)
+        self.update()
+
+    def update(self) -> None:
+        """Ask again how far it has come."""
+        head = self._connection.call("ledger.head", LedgerAsked(self.site), LedgerHead)
+        if self.seen is not None and self.seen.key != head.key:
+            raise NotAuthorised(
+                f"the ledger of {self.site} is signed by another key than before: {head.key}",
+                f"if its operator confirms the new key, remove {self._path}",
+            )
+        self.key = notes.parse_key(head.key)
+        self.note = head.note
+        self.size = read_checkpoint(head.note, self.key).size
+
+    def records(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
+        """(number, record) of records first..last - 1.
+
+        Raises:
+            IntegrityError: the site does not give what it signed.
+        """
+        while first < last:
+            wanted = RecordsWanted(self.site, first, min(PAGE, last - first))
+            page = self._connection.call("ledger.records", wanted, RecordsPage)
+            if not page.records:
+                raise IntegrityError(f"{self.site} signed {self.size} records and gives only {first}")
+            yield from enumerate(page.records, first)
+            first += len(page.records)
+
+    def is_same(self, root: bytes) -> bool:
+        """Whether that was the root of what was verified here before."""
+        return self.seen is not None and self.seen.root == base64.b64encode(root).decode()
+
+    def remember(self, size: int, root: bytes) -> None:
+        """Keep how far it was verified, for the next time."""
+        self.seen = Seen(self.key.line(), size, base64.b64encode(root).decode())
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = self._path.with_suffix(".new")
+        temporary.write_bytes(msgspec.json.encode(self.seen))
+        temporary.replace(self._path)
+
+
+def _read(path: Path) -> Seen | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Seen)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise IntegrityError(
+            f"{path} cannot be read: {error}", "remove it; the whole ledger is verified anew"
+        ) from None
