@@ -163,6 +163,10 @@ class Replay:
         self._cordons: set[str] = set()
         self._grant = _Grant("", 0)
 
+    def held(self) -> dict[str, int]:
+        """{UUID: thousandths taken} after the records so far."""
+        return dict(self._used)
+
     def take(self, record: Record) -> list[str]:
         """One more record; returns what is wrong with it."""
         found = []

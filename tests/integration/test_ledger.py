@@ -1,0 +1,279 @@
+"""A site's ledger on its store: proofs, checkpoints, restarts; every change of its past is found. And through a whole pool."""
+
+import asyncio
+import shutil
+import signal
+import sqlite3
+import time
+
+import pytest
+
+from agent import clock
+from agent.ledger import PAGE, SiteLedger
+from agent.store import open_store
+from fedpool.errors import IntegrityError, UsageError
+from fedpool.leasing.recorded import Replay
+from fedpool.ledger import merkle, notes
+from fedpool.ledger.records import Cordoned
+from fedpool.ledger.verification import Verification, read_checkpoint
+from fedpool.transport.identity import Identity
+from fedpool.wire.messages import ProofWanted, RecordsWanted
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory):
+    return Identity.create(tmp_path_factory.mktemp("key") / "identity")
+
+
+def with_ledger(work, identity, path, url=""):
+    """Run something on a ledger whose store is opened for it alone; it is brought up to date first."""
+
+    async def run():
+        store = await open_store(url, path, "site/north")
+        try:
+            ledger = SiteLedger("north", identity, store, clock)
+            if not await ledger.recover():
+                await store.append("leases", (), records=ledger.at([ledger.opening()]))
+            await ledger.advance()
+            return await work(ledger, store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def said(count):
+    return [Cordoned(what=f"gpu{number:02}", reason="fan", term=1) for number in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "etcd"])
+def test_a_ledger_grows_and_proves(kind, identity, tmp_path, request):
+    url = request.getfixturevalue("make_etcd")(1).url if kind == "etcd" else ""
+    path = tmp_path / "site.db"
+    roots = []
+
+    async def grow(ledger, store):
+        records = ledger.at(said(300))
+        for first in range(0, 300, 50):
+            await store.append("leases", (), records=records[first : first + 50])
+        roots.append(await ledger.advance())
+        return ledger.key
+
+    key = with_ledger(grow, identity, path, url)
+    with_ledger(grow, identity, path, url)
+
+    async def prove(ledger, store):
+        head = read_checkpoint((await ledger.head()).note, key)
+        assert [signed.size for signed in roots] == [301, 601] and head.size == 601 and head.root == roots[1].root
+        records = (await ledger.page(RecordsWanted("north", 0, 1000))).records
+        assert len(records) == 601 and b"ledger.opened" in records[0]
+        for index in (0, 1, 255, 256, 300, 511, 512, 600):
+            proof = (await ledger.proof(ProofWanted("north", 601, index))).hashes
+            merkle.require_inclusion(merkle.leaf_hash(records[index]), index, 601, proof, head.root)
+        for old in (1, 255, 256, 257, 301, 512, 513, 600, 601):
+            tree = merkle.Frontier()
+            for record in records[:old]:
+                tree.append(merkle.leaf_hash(record))
+            proof = (await ledger.proof(ProofWanted("north", 601, old=old))).hashes
+            merkle.require_consistency(old, 601, tree.root(), head.root, proof)
+        with pytest.raises(IntegrityError, match="has 601 records, not 602"):
+            await ledger.proof(ProofWanted("north", 602, 0))
+        with pytest.raises(UsageError):
+            await ledger.page(RecordsWanted("north", -1, 5))
+
+    with_ledger(prove, identity, path, url)
+
+
+def test_two_levels_of_tiles(identity, tmp_path):
+    """More than 65,536 records: the hashes of 256 lots of 256 are one of the next level."""
+
+    async def grow(ledger, store):
+        records = ledger.at(said(70_000))
+        await store.append("leases", (), records=records)
+        await ledger.advance()
+
+    with_ledger(grow, identity, tmp_path / "site.db")
+
+    async def prove(ledger, store):
+        head = read_checkpoint((await ledger.head()).note, ledger.key)
+        assert head.size == 70_001
+        for index in (0, 65_535, 65_536, 70_000):
+            [record] = (await ledger.page(RecordsWanted("north", index, 1))).records
+            proof = (await ledger.proof(ProofWanted("north", head.size, index))).hashes
+            merkle.require_inclusion(merkle.leaf_hash(record), index, head.size, proof, head.root)
+
+    started = time.monotonic()
+    with_ledger(prove, identity, tmp_path / "site.db")
+    assert time.monotonic() - started < 30, "the records are not all read again"
+
+
+def test_a_page_is_bounded(identity, tmp_path):
+    async def ask(ledger, store):
+        await store.append("leases", (), records=ledger.at(said(PAGE + 10)))
+        assert len((await ledger.page(RecordsWanted("north", 0, 10**9))).records) == PAGE
+        assert (await ledger.page(RecordsWanted("north", 10**9, 5))).records == []
+
+    with_ledger(ask, identity, tmp_path / "site.db")
+
+
+# --- a past that is changed
+
+
+def change(db, number):
+    db.execute("UPDATE records SET body = CAST(replace(body, 'north', 'south') AS BLOB) WHERE number = ?", (number,))
+    db.execute("UPDATE records SET body = CAST(replace(body, 'fan', 'fun') AS BLOB) WHERE number = ?", (number,))
+
+
+def date_back(db, number):
+    [(body,)] = db.execute("SELECT body FROM records WHERE number = ?", (number,))
+    digit = body.rindex(b'"time":') + 8
+    db.execute("UPDATE records SET body = ? WHERE number = ?", (body[:digit] + b"0" + body[digit + 1 :], number))
+
+
+def remove(db, number):
+    db.execute("DELETE FROM records WHERE number = ?", (number,))
+    db.execute("UPDATE records SET number = -number + 1 WHERE number > ?", (number,))
+    db.execute("UPDATE records SET number = -number WHERE number < 0")
+
+
+def swap(db, number):
+    for old, new in ((number, 0), (number + 1, number), (0, number + 1)):
+        db.execute("UPDATE records SET number = ? WHERE number = ?", (new, old))
+
+
+def double(db, number):
+    [(body,)] = db.execute("SELECT body FROM records WHERE number = ?", (number,))
+    db.execute("UPDATE records SET number = -number - 1 WHERE number > ?", (number,))
+    db.execute("UPDATE records SET number = -number WHERE number < 0")
+    db.execute("INSERT INTO records VALUES (?, ?)", (number + 1, body))
+
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def small(identity, tmp_path_factory):
+    """A small ledger: its database, its key, its checkpoint and its records."""
+    path = tmp_path_factory.mktemp("small") / "site.db"
+
+    async def grow(ledger, store):
+        await store.append("leases", (), records=ledger.at(said(COUNT - 1)))
+        return ledger.key, (await ledger.head()).note, (await ledger.page(RecordsWanted("north", 0, 100))).records
+
+    return path, *with_ledger(grow, identity, path)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "number"),
+    [
+        (tamper, number)
+        for tamper in (change, date_back, remove, swap, double)
+        for number in range(1, COUNT + (tamper is not swap))
+    ],
+)
+def test_a_changed_past_is_found_by_the_site_and_by_whoever_verifies(tamper, number, small, identity, tmp_path):
+    path, key, note, _ = small
+    copy = tmp_path / "site.db"
+    shutil.copy(path, copy)
+    with sqlite3.connect(copy) as db:
+        tamper(db, number)
+        records = [body for (body,) in db.execute("SELECT body FROM records ORDER BY number")]
+    db.close()
+
+    async def never(ledger, store):
+        raise AssertionError("the site goes on with a past that was changed")
+
+    if not (tamper is double and number == COUNT):  # that is appended: the site cannot know that it did not write it
+        with pytest.raises(IntegrityError, match="the ledger of north is not what it was"):
+            with_ledger(never, identity, copy)
+    check = Verification("north", key, Replay().take)
+    for record in records:
+        check.take(record)
+    check.finish(note)
+    assert any("one was changed, removed, added or moved" in finding.problem for finding in check.findings)
+
+
+def test_an_unchanged_past_is_whole(small):
+    _, key, note, records = small
+    check = Verification("north", key, Replay().take)
+    for record in records:
+        check.take(record)
+    assert check.finish(note).size == COUNT and not check.findings
+
+
+@pytest.mark.parametrize("other", ["name", "key", "note"])
+def test_a_checkpoint_of_somebody_else_is_refused(other, small, tmp_path):
+    _, key, note, _ = small
+    stranger = Identity.create(tmp_path / "identity")
+    match other:
+        case "name":
+            key = notes.Key("ibshell/south/00", key.public)
+        case "key":
+            key = notes.Key(key.name, stranger.public)
+        case "note":
+            note = note.replace(b"\n12\n", b"\n11\n")
+    with pytest.raises(IntegrityError):
+        read_checkpoint(note, key)
+
+
+# --- a whole pool
+
+
+def test_what_was_done_is_listed(pool):
+    lease = pool.json("lease", "request", "-t", "oncology", "-g", "4", "--sites", "2", "--for", "1h")
+    other = pool.json("lease", "request", "-t", "physics", "-g", "1", "--for", "2h")
+    pool.cli("lease", "release", lease["id"])
+    pool.cli("node", "cordon", "site-04:gpu01", "--reason", "fan \x1b[31m3")
+    kinds = [item["kind"] for item in pool.json("ledger", "log", "--lease", lease["id"][:6])["items"]]
+    assert sorted(kinds) == sorted(2 * ["lease.hold", "lease.commit", "lease.end", "lease.release"])
+    rows = pool.json("ledger", "log", "-n", "0")["items"]
+    assert rows == sorted(rows, key=lambda row: (row["time"], row["site"], row["record"]))
+    assert {row["tenant"] for row in pool.json("ledger", "log", "-t", "physics")["items"]} == {"physics"}
+    [cordoned] = pool.json("ledger", "log", "--kind", "cordoned")["items"]
+    assert cordoned["site"] == "site-04" and cordoned["said"]["reason"] == "fan \x1b[31m3"
+    assert "\x1b" not in pool.cli("ledger", "log").stdout
+    latest = pool.json("ledger", "log", "-n", "3")["items"]
+    assert latest == rows[-3:]
+    assert pool.json("ledger", "log", "--since", "1h", "-n", "0")["items"] == rows
+    assert pool.json("ledger", "log", "--since", "2099-01-01T00:00+00:00")["items"] == []
+    assert {row["site"] for row in pool.json("ledger", "log", "--site", "site-02")["items"]} == {"site-02"}
+    assert "write 2h" in pool.cli("ledger", "log", "--since", "yesterday", status=2).stderr
+    assert "no site 'mars'" in pool.cli("ledger", "verify", "--site", "mars", status=3).stderr
+    checked = pool.json("ledger", "verify")
+    assert {row["result"] for row in checked["items"]} == {"whole"} and checked["findings"] == []
+    assert sum(row["leases"] for row in checked["items"]) == 3
+    pool.cli("lease", "release", other["id"])
+    assert all(row["known_before"] for row in pool.json("ledger", "verify")["items"])
+
+
+def test_a_log_is_followed(pool):
+    following = pool.background("ledger", "log", "--kind", "lease.commit", "--follow", "-o", "ndjson")
+    time.sleep(1.5)
+    lease = pool.json("lease", "request", "-t", "oncology", "-g", "1")
+    assert lease["id"] in following.stdout.readline()
+    following.send_signal(signal.SIGINT)
+    following.communicate(timeout=10)
+    assert following.returncode == 130
+
+
+def test_a_site_that_changes_its_past_is_found_out(make_pool):
+    """Its operator changes the database and has every hash made anew: who has verified before, or has a checkpoint, sees it."""
+    pool = make_pool(2)
+    lease = pool.json("lease", "request", "-t", "oncology", "-g", "2", "--site", "site-01")
+    pool.cli("lease", "release", lease["id"])
+    pool.cli("ledger", "verify")
+    pool.stop("site-01")
+    with sqlite3.connect(pool.site_directory("site-01") / "site.db") as db:
+        db.execute("UPDATE records SET body = CAST(replace(body, 'oncology', 'chemists') AS BLOB)")
+        db.execute("DELETE FROM entries WHERE stream IN ('ledger', 'checkpoint')")
+    db.close()
+    pool.start("site-01")
+    pool.until(pool.all_up)
+    done = pool.cli("ledger", "verify", status=9)
+    assert "site-02	whole" in done.stdout
+    assert "not those that were verified here before" in done.stdout
+    # A site that cannot be asked is not called whole.
+    pool.stop("site-01")
+    assert "site-01: " in pool.cli("ledger", "verify", status=9).stdout
