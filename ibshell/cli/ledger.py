@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,10 +15,11 @@ from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError, NotFound, UsageError
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger.verification import Finding, Verification
-from fedpool.units import parse_duration
+from fedpool.units import format_size, parse_duration
 from fedpool.wire.messages import Listing, Nothing
 from ibshell import render
 from ibshell.cli import options
+from ibshell.exported import Exported, found_in, write
 from ibshell.ledgers import PAGE, Ledger
 from ibshell.progress import Bar
 from ibshell.render import Column
@@ -45,6 +47,8 @@ VERIFIED = [
     Column("SINCE", "known_before"),
     Column("FAULTS", "faults"),
 ]
+
+EXPORTED = [Column("SITE", "site"), Column("RECORDS", "records"), Column("FILES", "files"), Column("SIZE", "size")]
 
 Sites = Annotated[list[str] | None, typer.Option("--site", help="Only this site; may be repeated.")]
 
@@ -189,7 +193,7 @@ def _follow(ledgers: Sequence[Ledger], wanted: _Filter, output: str | None) -> N
             render.write(text)
 
 
-def _verified(ledger: Ledger, bar: Bar) -> tuple[dict[str, Any], list[Finding]]:
+def _verified(ledger: Ledger | Exported, bar: Bar) -> tuple[dict[str, Any], list[Finding]]:
     """Verify one site's ledger from its first record on."""
     replay = Replay()
     check = Verification(ledger.site, ledger.key, replay.take)
@@ -219,11 +223,13 @@ def _verified(ledger: Ledger, bar: Bar) -> tuple[dict[str, Any], list[Finding]]:
     return row, check.findings
 
 
-def _each(connection: Connection, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], list[Finding]]]:
+def _each(
+    names: Sequence[str], opened: Callable[[str], Ledger | Exported]
+) -> Iterator[tuple[dict[str, Any], list[Finding]]]:
     for name in names:
         with Bar("verifying") as bar:
             try:
-                ledger = Ledger(connection, name)
+                ledger = opened(name)
                 bar.total = ledger.size
                 yield _verified(ledger, bar)
             except IbshellError as error:
@@ -231,7 +237,12 @@ def _each(connection: Connection, names: Sequence[str]) -> Iterator[tuple[dict[s
 
 
 @app.command()
-def verify(site: Sites = None, output: options.Output = None) -> None:
+def verify(
+    path: Annotated[Path | None, typer.Argument(help="What ledger export wrote; without it the hub is asked.")] = None,
+    site: Sites = None,
+    key: Annotated[str, typer.Option("--key", help="The key that must have signed it: NAME+ID+BASE64.")] = "",
+    output: options.Output = None,
+) -> None:
     """Check every record, signature and rule of the sites' ledgers; exits with 9 when something is wrong.
 
     A site's key is remembered when it is first seen, and how far its ledger was verified: another key, or a past that has changed
@@ -239,9 +250,17 @@ def verify(site: Sites = None, output: options.Output = None) -> None:
 
     Examples: ibshell ledger verify
               ibshell ledger verify --site hospital-07 -o json
+              ibshell ledger verify archive/2026/hospital-07 --key "$KEY"
     """
-    with options.hub() as connection:
-        results = list(_each(connection, _names(connection, site or ())))
+    if path is not None:
+        if site:
+            raise UsageError("--site with files", "name the site's directory")
+        results = list(_each([str(one) for one in found_in(path)], lambda name: Exported(Path(name), key)))
+    else:
+        if key:
+            raise UsageError("--key without files", "keys of sites that are asked are remembered")
+        with options.hub() as connection:
+            results = list(_each(_names(connection, site or ()), lambda name: Ledger(connection, name)))
     findings = [finding for _, found in results for finding in found]
     answer = {
         "items": [row for row, _ in results],
@@ -256,3 +275,26 @@ def verify(site: Sites = None, output: options.Output = None) -> None:
             render.write(f"{finding.site}:{where} {render.cell('problem', finding.problem)}\n")
     if findings:
         raise typer.Exit(FAULTS)
+
+
+@app.command()
+def export(
+    directory: Annotated[Path, typer.Argument(help="Where a directory a site is made.")],
+    site: Sites = None,
+    output: options.Output = None,
+) -> None:
+    """Write the sites' ledgers to files that never change, in the layout of c2sp.org/tlog-tiles, sealed by their checkpoints.
+
+    Examples: ibshell ledger export archive/2026
+              ibshell ledger export archive/2026 --site hospital-07
+    """
+    items: list[dict[str, Any]] = []
+    with options.hub() as connection:
+        for name in _names(connection, site or ()):
+            with Bar("writing") as bar:
+                ledger = Ledger(connection, name)
+                bar.total = ledger.size
+                files, size = write(ledger, directory, bar)
+            items.append({"site": name, "records": ledger.size, "files": files, "size": format_size(size)})
+    answer = {"items": items, "errors": [], "as_of": {}}
+    render.write(render.listing(answer, EXPORTED, "site", output, render.on_terminal()))

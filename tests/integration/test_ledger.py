@@ -6,18 +6,20 @@ import signal
 import sqlite3
 import time
 
+import ledger_verifier
 import pytest
 
 from agent import clock
 from agent.ledger import PAGE, SiteLedger
 from agent.store import open_store
-from fedpool.errors import IntegrityError, UsageError
+from fedpool.errors import IbshellError, IntegrityError, UsageError
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger import merkle, notes
 from fedpool.ledger.records import Cordoned
 from fedpool.ledger.verification import Verification, read_checkpoint
 from fedpool.transport.identity import Identity
-from fedpool.wire.messages import ProofWanted, RecordsWanted
+from fedpool.wire.messages import ById, LeaseView, LeaseWanted, ProofWanted, RecordsWanted
+from ibshell.exported import Exported
 
 pytestmark = pytest.mark.integration
 
@@ -277,3 +279,91 @@ def test_a_site_that_changes_its_past_is_found_out(make_pool):
     # A site that cannot be asked is not called whole.
     pool.stop("site-01")
     assert "site-01: " in pool.cli("ledger", "verify", status=9).stdout
+
+
+# --- files
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Ledgers of a pool in which something happened, as files."""
+    from integration.conftest import pools
+
+    with pools() as make:
+        pool = make(2, sites_a_process=2)
+        with pool.connect() as hub:
+            for number in range(150):
+                wanted = LeaseWanted("oncology", 1 + number % 3, 600.0)
+                view = hub.call("lease.request", wanted, LeaseView)
+                hub.call("lease.release", ById(view.lease.id), LeaseView)
+        directory = tmp_path_factory.mktemp("exported")
+        done = pool.json("ledger", "export", str(directory))
+        assert [row["site"] for row in done["items"]] == ["site-01", "site-02"]
+        assert "exists already" in pool.cli("ledger", "export", str(directory), status=5).stderr
+        yield pool, directory, max(done["items"], key=lambda row: row["records"])
+
+
+def files_of(directory):
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "key")
+
+
+def test_another_verifier_agrees(exported):
+    pool, directory, largest = exported
+    assert largest["records"] > 512
+    for row in pool.json("ledger", "verify", str(directory))["items"]:
+        assert row["result"] == "whole"
+        assert ledger_verifier.verify(directory / row["site"], row["key"]) == row["records"]
+
+
+HARM = {
+    "turn": lambda data, place: data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :],
+    "cut": lambda data, place: data[:place],
+    "remove": lambda data, place: None,
+}
+
+
+def harmed(original, directory, relative, harm, place):
+    """A copy in which one file is changed."""
+    copy = directory / original.name
+    shutil.copytree(original, copy)
+    data = HARM[harm]((original / relative).read_bytes(), place)
+    (copy / relative).unlink()
+    if data is not None:
+        (copy / relative).write_bytes(data)
+    return copy
+
+
+def test_whatever_is_changed_in_a_file_both_find_it(exported, tmp_path):
+    """Every file, at its ends and in between: a bit turned over, the file cut short, the file gone."""
+    _, directory, largest = exported
+    original = directory / largest["site"]
+    copies = []
+    for path in files_of(original):
+        size = path.stat().st_size
+        for place in sorted({0, size // 3, size // 2, size - 1}):
+            for harm in HARM:
+                copies.append(harmed(original, tmp_path / str(len(copies)), path.relative_to(original), harm, place))
+    for copy in copies:
+        with pytest.raises((ledger_verifier.Wrong, ValueError, OSError, KeyError)):
+            ledger_verifier.verify(copy)
+        with pytest.raises(IbshellError):
+            ledger = Exported(copy, "")
+            check = Verification(ledger.site, ledger.key, Replay().take)
+            for _, record in ledger.records(0, ledger.size):
+                check.take(record)
+            check.finish(ledger.note)
+            if check.findings:
+                raise IntegrityError(check.findings[0].problem)
+
+
+def test_a_broken_export_is_said(exported, tmp_path):
+    pool, directory, largest = exported
+    original = directory / largest["site"]
+    harmed(original, tmp_path / "a", "tile/entries/001", "turn", 500)
+    found = pool.cli("ledger", "verify", str(tmp_path / "a"), status=9).stdout
+    assert "unverified" in found and "tile/0/001 has hashes that are not of what is below it" in found
+    harmed(original, tmp_path / "b", "checkpoint", "remove", 0)
+    assert "no ledger in" in pool.cli("ledger", "verify", str(tmp_path / "b"), status=3).stderr
+    stranger = (directory / "site-01" / "key").read_text().strip()
+    wrong = pool.cli("ledger", "verify", str(directory / "site-02"), "--key", stranger, status=9).stdout
+    assert "not of ibshell/site-01/" in wrong

@@ -1,0 +1,172 @@
+"""Ledgers as files in the layout of c2sp.org/tlog-tiles: written by `ibshell ledger export`, verified without any hub.
+
+A directory a site: `checkpoint` (the signed note), `key` (whose signature it bears), `tile/…` (hashes and records).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fedpool.errors import IntegrityError, NotFound, Refused, StorageFailed
+from fedpool.ledger import merkle, notes, tiles
+from fedpool.ledger.verification import read_checkpoint
+from ibshell.ledgers import Ledger
+from ibshell.progress import Bar
+
+
+def write(ledger: Ledger, directory: Path, bar: Bar) -> tuple[int, int]:
+    """Write a site's ledger as it was when it was asked; returns (files, bytes).
+
+    Raises:
+        Refused: it is there already.
+        IntegrityError: the records are not those that the site signed; nothing is left.
+        StorageFailed: there is no room; nothing is left.
+    """
+    target = directory / ledger.site
+    if target.exists():
+        raise Refused(f"{target} exists already", "name a directory that has no ledger of this site yet")
+    made = directory / f"{ledger.site}.new"
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        written = _write(ledger, made, bar)
+        made.rename(target)
+    except OSError as error:
+        raise StorageFailed(f"{made} cannot be written: {error.strerror}", "make room, or name another place") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return written
+
+
+def _write(ledger: Ledger, directory: Path, bar: Bar) -> tuple[int, int]:
+    files = size = 0
+
+    def put(name: str, data: bytes) -> None:
+        nonlocal files, size
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        files, size = files + 1, size + len(data)
+
+    tree = merkle.Frontier()
+    hashes: list[list[bytes]] = []
+    lot: list[bytes] = []
+    for number, record in ledger.records(0, ledger.size):
+        bar.at(number, ledger.site)
+        lot.append(record)
+        for level, _, found in tree.append(merkle.leaf_hash(record)):
+            if level % tiles.HEIGHT == 0:
+                if level // tiles.HEIGHT == len(hashes):
+                    hashes.append([])
+                hashes[level // tiles.HEIGHT].append(found)
+        if len(lot) == tiles.WIDTH:
+            put(tiles.path("entries", number // tiles.WIDTH), tiles.bundle(lot))
+            lot = []
+    if lot:
+        put(tiles.path("entries", ledger.size // tiles.WIDTH, len(lot)), tiles.bundle(lot))
+    for level, index, width in tiles.tiles(ledger.size):
+        first = index * tiles.WIDTH
+        put(tiles.path(str(level), index, width), b"".join(hashes[level][first : first + width]))
+    if tree.root() != read_checkpoint(ledger.note, ledger.key).root:
+        raise IntegrityError(
+            f"the records of {ledger.site} are not those it signed", f"ibshell ledger verify --site {ledger.site}"
+        )
+    put("key", ledger.key.line().encode() + b"\n")
+    put("checkpoint", ledger.note)
+    return files, size
+
+
+class Exported:
+    """A ledger that lies in files; `ibshell.ledgers.Ledger` is one that is asked for.
+
+    Args:
+        directory: of one site.
+        key: the line of the key that must have signed it, or "" for the one that lies beside it.
+
+    Raises:
+        NotFound: there is none.
+        UsageError, IntegrityError: it is none, or not signed by the key.
+    """
+
+    seen = None
+
+    def __init__(self, directory: Path, key: str) -> None:
+        self._directory = directory
+        try:
+            self.note = (directory / "checkpoint").read_bytes()
+            line = key or (directory / "key").read_text().strip()
+        except FileNotFoundError as error:
+            raise NotFound(f"no ledger in {directory}: {error.filename} is missing", "ibshell ledger export") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise IntegrityError(f"the ledger in {directory} cannot be read: {error}") from None
+        self.key = notes.parse_key(line)
+        self.site = self.key.name.split("/")[1] if self.key.name.count("/") == 2 else self.key.name
+        self.size = read_checkpoint(self.note, self.key).size
+
+    def records(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
+        """(number, record) of records first..last - 1.
+
+        Raises:
+            IntegrityError: a file is missing or cut short, or hashes are not of these records.
+        """
+        for index in range(first // tiles.WIDTH, -(-last // tiles.WIDTH)):
+            width = min(tiles.WIDTH, self.size - index * tiles.WIDTH)
+            bundle = tiles.unbundle(self._read("entries", index, width))
+            if len(bundle) != width:
+                raise IntegrityError(
+                    f"{self._directory}: {tiles.path('entries', index, width)} has {len(bundle)} records, not {width}"
+                )
+            self._require_tile(0, index, [merkle.leaf_hash(record) for record in bundle])
+            for number, record in enumerate(bundle, index * tiles.WIDTH):
+                if first <= number < last:
+                    yield number, record
+        if (first, last) == (0, self.size):
+            self._require_upper_tiles()
+
+    def _read(self, kind: str, index: int, width: int) -> bytes:
+        path = self._directory / tiles.path(kind, index, width)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise IntegrityError(f"{path} cannot be read: {error.strerror}") from None
+
+    def _require_tile(self, level: int, index: int, hashes: Sequence[bytes]) -> None:
+        if self._read(str(level), index, len(hashes)) != b"".join(hashes):
+            path = tiles.path(str(level), index, len(hashes))
+            raise IntegrityError(f"{self._directory}: {path} has hashes that are not of what is below it")
+
+    def _require_upper_tiles(self) -> None:
+        """Every tile above the lowest is made of the roots of those below it, which have been checked."""
+        for level, index, width in tiles.tiles(self.size):
+            if level:
+                below = range(index * tiles.WIDTH, index * tiles.WIDTH + width)
+                roots = [_root(self._read(str(level - 1), n, tiles.WIDTH)) for n in below]
+                self._require_tile(level, index, roots)
+
+    def is_same(self, root: bytes) -> bool:
+        """Nothing is remembered of files."""
+        return True
+
+    def remember(self, size: int, root: bytes) -> None:
+        """Nothing is remembered of files."""
+
+
+def _root(tile: bytes) -> bytes:
+    """What a full tile's hashes come to."""
+    tree = merkle.Frontier()
+    for at in range(0, len(tile), merkle.HASH_BYTES):
+        tree.append(tile[at : at + merkle.HASH_BYTES])
+    return tree.root()
+
+
+def found_in(path: Path) -> list[Path]:
+    """The directories of ledgers at or below a path.
+
+    Raises:
+        NotFound: there are none.
+    """
+    found = [path] if (path / "checkpoint").exists() else sorted(one.parent for one in path.glob("*/checkpoint"))
+    if not found:
+        raise NotFound(f"no ledger in {path}", "ibshell ledger export DIR writes one")
+    return found
