@@ -20,6 +20,7 @@ from agent.config import HubConfig
 from agent.gangs import Gangs
 from agent.ports import Clock, Dialler, Store
 from agent.runs import Runs
+from agent.witnessing import Witnessing
 from fedpool.errors import IbshellError, NotFound, StorageFailed, UsageError
 from fedpool.leasing.demand import nearest
 from fedpool.leasing.pool import TenantDropped, TenantSet
@@ -52,6 +53,7 @@ from fedpool.wire.messages import (
     RecordsPage,
     RecordsWanted,
     RunWanted,
+    SeenCheckpoints,
     TenantNamed,
     Upload,
     UploadState,
@@ -62,7 +64,16 @@ log = logging.getLogger(__name__)
 
 UPLOAD_BYTES_MAX = 64 << 30
 # They change nothing and end when the asker hangs up.
-READS = ("fed.events", "lease.list", "lease.show", "lease.wait", "ledger.head", "ledger.records", "ledger.proof")
+READS = (
+    "fed.events",
+    "lease.list",
+    "lease.show",
+    "lease.wait",
+    "ledger.head",
+    "ledger.records",
+    "ledger.proof",
+    "ledger.seen",
+)
 
 
 class HubViewWanted(msgspec.Struct, frozen=True):
@@ -106,6 +117,7 @@ class Hub:
         names = [entry.name for entry in config.site]
         self.gangs = Gangs(store, self.links, names, self._lease_changed, clock, chance, config.strict)
         self.runs = Runs(self._store, self.gangs, self.links, self._state / "runs")
+        self._witnessing = Witnessing(self.links)
         for entry in config.site:
             self.links[entry.name] = links.SiteLink(
                 entry,
@@ -114,7 +126,7 @@ class Hub:
                 chance,
                 self.runs.source,
                 self.gangs.description_wanted,
-                self.gangs.site_up,
+                self._site_up,
                 self.gangs.site_down,
                 self._site_notice,
             )
@@ -146,6 +158,7 @@ class Hub:
             "ledger.head": (LedgerAsked, lambda b: self._link(b.site).call("ledger.head", b, LedgerHead)),
             "ledger.records": (RecordsWanted, lambda b: self._link(b.site).call("ledger.records", b, RecordsPage)),
             "ledger.proof": (ProofWanted, lambda b: self._link(b.site).call("ledger.proof", b, LedgerProof)),
+            "ledger.seen": (LedgerAsked, lambda b: self._link(b.site).call("ledger.seen", b, SeenCheckpoints)),
             "upload": (Upload, self._upload),
             "fed.run": (RunWanted, self._fed_run),
             "fed.list": (msgspec.Struct, lambda _: hub_views.runs(self.runs)),
@@ -185,6 +198,7 @@ class Hub:
         tasks.create_task(self._store.lost())
         await self.gangs.recover(tasks)
         await self.runs.recover(tasks)
+        tasks.create_task(self._witnessing.run())
         for link in self.links.values():
             tasks.create_task(link.run())
 
@@ -209,11 +223,17 @@ class Hub:
                 tasks.create_task(peer.run())
                 await peer.start()
 
+    async def _site_up(self, link: links.SiteLink) -> None:
+        await self.gangs.site_up(link)
+        self._witnessing.grew(link.name)
+
     def _site_notice(self, link: links.SiteLink, notice: Notice) -> None:
         if notice.method == "lease.changed":
             assert self._tasks is not None
             lease = from_body(notice.body, LeaseNotice, notice.method).lease
             self._tasks.create_task(self._take(link, lambda: self.gangs.site_changed(link, lease)))
+        elif notice.method == "ledger.grew":
+            self._witnessing.grew(link.name)
         elif notice.method == "site.changed":
             assert self._tasks is not None
             self._tasks.create_task(self._take(link, link.describe))

@@ -12,7 +12,7 @@ import asyncio
 import base64
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -20,6 +20,7 @@ from agent.ports import Clock, Store
 from fedpool.errors import IntegrityError, StorageFailed, UsageError
 from fedpool.ledger import merkle, notes, tiles
 from fedpool.ledger.records import FORMAT, LedgerOpened, Record, encode_at, time_of
+from fedpool.ledger.verification import read_checkpoint
 from fedpool.transport.identity import Identity
 from fedpool.wire.messages import LedgerHead, LedgerProof, ProofWanted, RecordsPage, RecordsWanted
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 STREAM = "ledger"
 CHECKPOINT_STREAM = "checkpoint"
+WITNESSED_STREAM = "witnessed"
 EVERY_S = 0.5  # at most so often a checkpoint is signed
 PAGE = 16 * tiles.WIDTH  # records read at once
 ANSWER_BYTES = 2 << 20  # of records in one answer
@@ -46,6 +48,18 @@ class CheckpointSigned(msgspec.Struct, frozen=True, tag="checkpoint.signed"):
     note: bytes
 
 
+class CheckpointWitnessed(msgspec.Struct, frozen=True, tag="checkpoint.witnessed"):
+    """The latest checkpoint that others have cosigned."""
+
+    size: int
+    note: bytes
+
+
+def key_of(site: str, public: bytes) -> notes.Key:
+    """The key that signs a site's checkpoints; its name is the ledger's origin."""
+    return notes.Key(f"ibshell/{site}/{public.hex()[:16]}", public)
+
+
 class SiteLedger:
     """The ledger of one site.
 
@@ -54,12 +68,27 @@ class SiteLedger:
         identity: signs.
         store: has the records.
         clock: the machine's.
+        witnesses: {site: public key} of those whose cosignatures count.
+        grew: told of every new checkpoint.
     """
 
-    def __init__(self, site: str, identity: Identity, store: Store, clock: Clock) -> None:
+    def __init__(
+        self,
+        site: str,
+        identity: Identity,
+        store: Store,
+        clock: Clock,
+        witnesses: Mapping[str, bytes],
+        grew: Callable[[int], None],
+    ) -> None:
         self.site = site
-        self.origin = f"ibshell/{site}/{identity.public.hex()[:16]}"
-        self.key = notes.Key(self.origin, identity.public)
+        self.key = key_of(site, identity.public)
+        self.origin = self.key.name
+        self._grew = grew
+        self._witnesses = [
+            msgspec.structs.replace(key_of(name, public), kind=notes.COSIGNATURE) for name, public in witnesses.items()
+        ]
+        self._witnessed: CheckpointWitnessed | None = None
         self._identity = identity
         self._store = store
         self._clock = clock
@@ -95,6 +124,8 @@ class SiteLedger:
         """
         roots = [root for entry in await self._store.read(STREAM, TileRoots) for root in entry.hashes]
         signed = await self._store.read(CHECKPOINT_STREAM, CheckpointSigned)
+        witnessed = await self._store.read(WITNESSED_STREAM, CheckpointWitnessed)
+        self._witnessed = witnessed[-1] if witnessed else None
         size = await self._store.recorded()
         if len(roots) * tiles.WIDTH > size:
             raise self._changed(f"{len(roots) * tiles.WIDTH} records were hashed, and {size} are there")
@@ -157,7 +188,28 @@ class SiteLedger:
                 signed = CheckpointSigned(size, root, note.encode())
                 await self._store.append(CHECKPOINT_STREAM, [signed], snapshot=True)
                 self._checkpoint = signed
+                self._grew(size)
             return self._checkpoint
+
+    async def witnessed(self, note: bytes) -> None:
+        """Keep a checkpoint of this ledger with what others have cosigned; cosignatures of strangers are left out.
+
+        Raises:
+            IntegrityError: it is no checkpoint of this site, or a cosignature is forged.
+        """
+        checkpoint = read_checkpoint(note, self.key)
+        found = notes.decode(note)
+        cosigners = notes.signers(found, self._witnesses)
+        if not cosigners or (self._witnessed is not None and checkpoint.size < self._witnessed.size):
+            return
+        kept = tuple(one for one in found.signatures if one.name in cosigners or one.name == self.origin)
+        witnessed = CheckpointWitnessed(checkpoint.size, notes.Note(found.text, kept).encode())
+        try:
+            await self._store.append(WITNESSED_STREAM, [witnessed], snapshot=True)
+        except StorageFailed:
+            await self._store.read(WITNESSED_STREAM, CheckpointWitnessed)
+            raise
+        self._witnessed = witnessed
 
     async def _hash(self) -> None:
         """Append to the tree what the store has beyond it."""
@@ -189,7 +241,8 @@ class SiteLedger:
 
     async def head(self) -> LedgerHead:
         """A checkpoint that covers everything that is durable now."""
-        return LedgerHead(self.site, (await self.advance()).note, self.key.line())
+        note = (await self.advance()).note
+        return LedgerHead(self.site, note, self.key.line(), self._witnessed.note if self._witnessed else b"")
 
     async def page(self, wanted: RecordsWanted) -> RecordsPage:
         """Records as they were written, as many as go into one answer.

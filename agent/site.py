@@ -22,6 +22,7 @@ from agent.ports import Clock, Launcher, Store
 from agent.probes import DeviceProbe
 from agent.programs import Task
 from agent.site_rounds import SiteRounds
+from agent.witness import Witness
 from fedpool import __version__
 from fedpool.errors import IbshellError, NotFound, Unreachable, UsageError
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
@@ -50,12 +51,15 @@ from fedpool.wire.messages import (
     CordonState,
     DescriptionWanted,
     LeaseNotice,
+    LedgerGrew,
     Nothing,
     ProofWanted,
     RecordsWanted,
     SiteDescription,
     TaskEnded,
     TaskWanted,
+    WitnessedCheckpoint,
+    WitnessWanted,
 )
 from fedpool.wire.session import Request, from_body
 
@@ -106,12 +110,13 @@ class SiteAgent:
         self._clock = clock
         self._chance = random.SystemRandom()  # spreads attempts to dial
         self._inventory = probe.snapshot()
-        self.ledger = SiteLedger(config.name, self.identity, store, clock)
+        peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
+        self.ledger = SiteLedger(config.name, self.identity, store, clock, peers, self._grew)
+        self._witness = Witness(peers, self.identity, self.ledger, store, clock)
         launcher = launcher or LocalLauncher()
         self.leases = SiteLeases(
             config.name, self._inventory, config.policy, store, self._changed, clock, launcher, self.ledger
         )
-        peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
         self._rounds = SiteRounds(
             SitePolicy(config.name, self.identity.public, peers, config.minimum_cohort),
             self.identity,
@@ -153,6 +158,7 @@ class SiteAgent:
         """Read everything back, end what a dead run of this agent left, and let time pass."""
         tasks.create_task(self._store.lost())
         await self._rounds.recover()
+        await self._witness.recover()
         await self.leases.recover()
         tasks.create_task(self.leases.run())
         tasks.create_task(self.ledger.run())
@@ -237,6 +243,10 @@ class SiteAgent:
         for peer in () if answered and len(self._hubs) == 1 else self._hubs:
             self._spawn(peer.notify("lease.changed", LeaseNotice(lease)))
 
+    def _grew(self, size: int) -> None:
+        for peer in self._hubs:
+            self._spawn(peer.notify("ledger.grew", LedgerGrew(size)))
+
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
             with contextlib.suppress(Unreachable):  # the hub reads the state when it is back
@@ -278,6 +288,13 @@ class SiteAgent:
                 return await self.ledger.page(from_body(body, RecordsWanted, method))
             case "ledger.proof":
                 return await self.ledger.proof(from_body(body, ProofWanted, method))
+            case "ledger.witness":
+                return await self._witness.cosign(from_body(body, WitnessWanted, method))
+            case "ledger.witnessed":
+                await self.ledger.witnessed(from_body(body, WitnessedCheckpoint, method).note)
+                return Nothing()
+            case "ledger.seen":
+                return self._witness.seen()
             case "task.start":
                 return await self._start_task(from_body(body, TaskWanted, method))
             case "task.stop":

@@ -129,10 +129,15 @@ def decode(data: bytes) -> Note:
     lines = signatures.splitlines(keepends=True)
     if not blank or not lines or not signatures.endswith("\n") or len(lines) > _SIGNATURES_MAX:
         raise IntegrityError("a note without signatures")
-    return Note(text + "\n", tuple(_signature(line) for line in lines))
+    return Note(text + "\n", tuple(parse_signature(line) for line in lines))
 
 
-def _signature(line: str) -> Signature:
+def parse_signature(line: str) -> Signature:
+    """Read one line of signature.
+
+    Raises:
+        IntegrityError: it is none.
+    """
     name, blank, encoded = line.removeprefix(_DASH).removesuffix("\n").partition(" ")
     try:
         value = _base64(encoded)

@@ -69,6 +69,23 @@ class Uncordoned(Record, frozen=True, kw_only=True, tag="uncordoned"):
     term: int = 0
 
 
+class WitnessRefused(Record, frozen=True, kw_only=True, tag="witness.refused"):
+    """This site did not cosign a checkpoint of another's ledger: it does not continue what was cosigned before.
+
+    Attributes:
+        site: whose ledger.
+        size: of the checkpoint.
+        root: hexadecimal.
+        known: size of what was cosigned before.
+    """
+
+    site: str
+    size: int
+    root: str
+    known: int
+    reason: str = ""
+
+
 class Granted(msgspec.Struct, frozen=True, omit_defaults=True):
     """Devices that were granted together.
 
@@ -122,7 +139,9 @@ class LeaseDevices(Record, frozen=True, kw_only=True, tag="lease.devices"):
     grants: tuple[Granted, ...]
 
 
-AnyRecord: TypeAlias = LedgerOpened | SiteStarted | HubObeyed | Cordoned | Uncordoned | LeaseSaid | LeaseDevices
+AnyRecord: TypeAlias = (
+    LedgerOpened | SiteStarted | HubObeyed | Cordoned | Uncordoned | WitnessRefused | LeaseSaid | LeaseDevices
+)
 
 
 class _Kind(msgspec.Struct):

@@ -258,11 +258,54 @@ class LedgerHead(msgspec.Struct, frozen=True):
     Attributes:
         note: the signed checkpoint.
         key: of who signed it, as verifiers of other people read it.
+        witnessed: the latest checkpoint that other sites have cosigned, with their signatures; b"" before the first.
     """
 
     site: str
     note: bytes
     key: str
+    witnessed: bytes = b""
+
+
+class WitnessWanted(msgspec.Struct, frozen=True):
+    """ledger.witness -> Cosigned: another site's checkpoint, and the proof that it continues what was cosigned before.
+
+    Attributes:
+        site: whose ledger.
+        note: its signed checkpoint.
+        old: the size that was cosigned last, as far as is known.
+        proof: of consistency from `old` on.
+    """
+
+    site: str
+    note: bytes
+    old: int
+    proof: list[bytes]
+
+
+class Cosigned(msgspec.Struct, frozen=True):
+    """A cosignature's line; "" where the proof has to begin at another size, which is told."""
+
+    line: str
+    size: int
+
+
+class WitnessedCheckpoint(msgspec.Struct, frozen=True):
+    """ledger.witnessed: a site's own checkpoint with the cosignatures that were gathered for it."""
+
+    note: bytes
+
+
+class SeenCheckpoints(msgspec.Struct, frozen=True):
+    """ledger.seen -> {site: the checkpoint that this site cosigned last, as the site signed it}."""
+
+    notes: dict[str, bytes]
+
+
+class LedgerGrew(msgspec.Struct, frozen=True):
+    """site -> hub: there is a new checkpoint to be witnessed."""
+
+    size: int
 
 
 class RecordsWanted(msgspec.Struct, frozen=True):
