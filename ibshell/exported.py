@@ -90,6 +90,7 @@ class Exported:
     """
 
     seen = None
+    witnessed = b""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._directory = directory
@@ -143,10 +144,6 @@ class Exported:
                 below = range(index * tiles.WIDTH, index * tiles.WIDTH + width)
                 roots = [_root(self._read(str(level - 1), n, tiles.WIDTH)) for n in below]
                 self._require_tile(level, index, roots)
-
-    def is_same(self, root: bytes) -> bool:
-        """Nothing is remembered of files."""
-        return True
 
     def remember(self, size: int, root: bytes) -> None:
         """Nothing is remembered of files."""

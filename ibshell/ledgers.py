@@ -13,7 +13,7 @@ from fedpool.errors import IntegrityError, NotAuthorised, NotFound
 from fedpool.ledger import notes
 from fedpool.ledger.verification import read_checkpoint
 from fedpool.names import NAME
-from fedpool.wire.messages import LedgerAsked, LedgerHead, RecordsPage, RecordsWanted
+from fedpool.wire.messages import LedgerAsked, LedgerHead, RecordsPage, RecordsWanted, SeenCheckpoints
 from ibshell import settings
 
 PAGE = 4096
@@ -64,7 +64,7 @@ class Ledger:
                 f"if its operator confirms the new key, remove {self._path}",
             )
         self.key = notes.parse_key(head.key)
-        self.note = head.note
+        self.note, self.witnessed = head.note, head.witnessed
         self.size = read_checkpoint(head.note, self.key).size
 
     def records(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
@@ -81,10 +81,6 @@ class Ledger:
             yield from enumerate(page.records, first)
             first += len(page.records)
 
-    def is_same(self, root: bytes) -> bool:
-        """Whether that was the root of what was verified here before."""
-        return self.seen is not None and self.seen.root == base64.b64encode(root).decode()
-
     def remember(self, size: int, root: bytes) -> None:
         """Keep how far it was verified, for the next time."""
         self.seen = Seen(self.key.line(), size, base64.b64encode(root).decode())
@@ -92,6 +88,15 @@ class Ledger:
         temporary = self._path.with_suffix(".new")
         temporary.write_bytes(msgspec.json.encode(self.seen))
         temporary.replace(self._path)
+
+
+def seen_by(connection: Connection, site: str) -> dict[str, bytes]:
+    """{site: the checkpoint of its ledger that this site has cosigned}.
+
+    Raises:
+        Unreachable, NotFound: it cannot be asked.
+    """
+    return connection.call("ledger.seen", LedgerAsked(site), SeenCheckpoints).notes
 
 
 def _read(path: Path) -> Seen | None:

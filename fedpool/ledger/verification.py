@@ -53,6 +53,7 @@ class Verification:
         self._rules = rules
         self._tree = merkle.Frontier()
         self._time = 0
+        self._expected: dict[int, list[tuple[bytes, str]]] = {}  # {size: (root, who says so)}
 
     @property
     def size(self) -> int:
@@ -70,10 +71,22 @@ class Verification:
         if len(self.findings) < FINDINGS_MAX:
             self.findings.append(Finding(self.site, record, problem))
 
+    def expect(self, size: int, root: bytes, said: str) -> None:
+        """The first `size` records must have this root, since somebody has seen them; `said` tells who and when."""
+        self._expected.setdefault(size, []).append((root, said))
+
+    def _compare(self) -> None:
+        """What others have seen of just so many records is what these are."""
+        for root, said in self._expected.pop(self.size, ()):
+            if root != self.root:
+                self.find(f"the first {self.size} records are not {said}: there are two histories", self.size - 1)
+
     def take(self, data: bytes) -> None:
         """One more record."""
         number = self._tree.size
         self._tree.append(merkle.leaf_hash(data))
+        if self._tree.size in self._expected:
+            self._compare()
         try:
             record = decode(data)
             if record is None or encode(record) != data:
@@ -97,6 +110,10 @@ class Verification:
 
     def finish(self, note: bytes) -> notes.Checkpoint | None:
         """The records are all there are: compare them with a checkpoint; returns it where its signature is good."""
+        self._expected.pop(0, None)
+        for size, seen in sorted(self._expected.items()):
+            for _, said in seen:
+                self.find(f"it has {self.size} records; {size} were {said}: history was cut off")
         try:
             checkpoint = read_checkpoint(note, self._key)
         except IntegrityError as error:

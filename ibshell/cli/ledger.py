@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
+from msgspec.structs import replace
 
 from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError, NotFound, UsageError
 from fedpool.leasing.recorded import Replay
-from fedpool.ledger.verification import Finding, Verification
+from fedpool.ledger import notes
+from fedpool.ledger.verification import Finding, Verification, read_checkpoint
 from fedpool.units import format_size, parse_duration
 from fedpool.wire.messages import Listing, Nothing
 from ibshell import render
 from ibshell.cli import options
 from ibshell.exported import Exported, found_in, write
-from ibshell.ledgers import PAGE, Ledger
+from ibshell.ledgers import PAGE, Ledger, seen_by
 from ibshell.progress import Bar
 from ibshell.render import Column
 
@@ -44,6 +47,7 @@ VERIFIED = [
     Column("RECORDS", "records"),
     Column("LEASES", "leases"),
     Column("ROOT", "root"),
+    Column("WITNESSES", "witnesses"),
     Column("SINCE", "known_before"),
     Column("FAULTS", "faults"),
 ]
@@ -193,19 +197,28 @@ def _follow(ledgers: Sequence[Ledger], wanted: _Filter, output: str | None) -> N
             render.write(text)
 
 
-def _verified(ledger: Ledger | Exported, bar: Bar) -> tuple[dict[str, Any], list[Finding]]:
-    """Verify one site's ledger from its first record on."""
+def _verified(
+    ledger: Ledger | Exported, others: Mapping[str, Ledger], shown: Mapping[str, bytes], bar: Bar
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Verify one site's ledger from its first record on, and compare it with what others have seen of it."""
     replay = Replay()
     check = Verification(ledger.site, ledger.key, replay.take)
     seen = ledger.seen
+    if seen is not None:
+        check.expect(seen.size, base64.b64decode(seen.root), "verified here before")
+    for name, note in shown.items():
+        checkpoint = read_checkpoint(note, ledger.key)
+        check.expect(checkpoint.size, checkpoint.root, f"signed and shown to {name}")
+    cosigners: list[str] = []
+    if ledger.witnessed:
+        checkpoint = read_checkpoint(ledger.witnessed, ledger.key)
+        check.expect(checkpoint.size, checkpoint.root, "signed and witnessed")
+        keys = [replace(other.key, kind=notes.COSIGNATURE) for other in others.values()]
+        cosigners = list(notes.signers(notes.decode(ledger.witnessed), keys))
     for number, data in ledger.records(0, ledger.size):
         check.take(data)
         if number % 1000 == 0:
             bar.at(number, ledger.site)
-        if seen is not None and check.size == seen.size and not ledger.is_same(check.root):
-            check.find(f"the first {seen.size} records are not those that were verified here before", number)
-    if seen is not None and ledger.size < seen.size:
-        check.find(f"it has {ledger.size} records; {seen.size} were verified here before: history was cut off")
     check.finish(ledger.note)
     if not check.faults:
         ledger.remember(check.size, check.root)
@@ -215,6 +228,7 @@ def _verified(ledger: Ledger | Exported, bar: Bar) -> tuple[dict[str, Any], list
         "records": check.size,
         "leases": replay.leases,
         "root": check.root.hex()[:16],
+        "witnesses": f"{len(cosigners)} of {len(others)}" if others else None,
         "known_before": seen.size if seen is not None else None,
         "faults": check.faults,
         "unknown": check.unknown,
@@ -223,17 +237,51 @@ def _verified(ledger: Ledger | Exported, bar: Bar) -> tuple[dict[str, Any], list
     return row, check.findings
 
 
-def _each(
-    names: Sequence[str], opened: Callable[[str], Ledger | Exported]
-) -> Iterator[tuple[dict[str, Any], list[Finding]]]:
-    for name in names:
+Result: TypeAlias = tuple[dict[str, Any], list[Finding]]
+
+
+def _unverified(name: str, error: IbshellError) -> Result:
+    return {"site": name, "result": "unverified", "faults": 1}, [Finding(name, None, error.message)]
+
+
+def _files(path: Path, key: str) -> Iterator[Result]:
+    for directory in found_in(path):
         with Bar("verifying") as bar:
             try:
-                ledger = opened(name)
+                ledger = Exported(directory, key)
                 bar.total = ledger.size
-                yield _verified(ledger, bar)
+                yield _verified(ledger, {}, {}, bar)
             except IbshellError as error:
-                yield {"site": name, "result": "unverified", "faults": 1}, [Finding(name, None, error.message)]
+                yield _unverified(str(directory), error)
+
+
+def _asked(connection: Connection, wanted: Sequence[str]) -> Iterator[Result]:
+    """All sites are asked what they have seen of those that are verified."""
+    ledgers: dict[str, Ledger] = {}
+    errors: dict[str, IbshellError] = {}
+    seen: dict[str, dict[str, bytes]] = {}
+    names = _names(connection, ())
+    for name in names:
+        try:
+            seen[name] = seen_by(connection, name)
+        except IbshellError as error:
+            errors[name] = error
+    for name in seen:  # after what others have seen of it: it is no shorter
+        try:
+            ledgers[name] = Ledger(connection, name)
+        except IbshellError as error:
+            errors[name] = error
+    for name in wanted or names:
+        if name in errors:
+            yield _unverified(name, errors[name])
+            continue
+        with Bar("verifying", ledgers[name].size) as bar:
+            try:
+                others = {other: one for other, one in ledgers.items() if other != name}
+                shown = {other: known[name] for other, known in seen.items() if name in known}
+                yield _verified(ledgers[name], others, shown, bar)
+            except IbshellError as error:
+                yield _unverified(name, error)
 
 
 @app.command()
@@ -255,12 +303,12 @@ def verify(
     if path is not None:
         if site:
             raise UsageError("--site with files", "name the site's directory")
-        results = list(_each([str(one) for one in found_in(path)], lambda name: Exported(Path(name), key)))
+        results = list(_files(path, key))
     else:
         if key:
             raise UsageError("--key without files", "keys of sites that are asked are remembered")
         with options.hub() as connection:
-            results = list(_each(_names(connection, site or ()), lambda name: Ledger(connection, name)))
+            results = list(_asked(connection, _names(connection, site or ()) if site else ()))
     findings = [finding for _, found in results for finding in found]
     answer = {
         "items": [row for row, _ in results],

@@ -35,7 +35,7 @@ def with_ledger(work, identity, path, url=""):
     async def run():
         store = await open_store(url, path, "site/north")
         try:
-            ledger = SiteLedger("north", identity, store, clock)
+            ledger = SiteLedger("north", identity, store, clock, {}, lambda size: None)
             if not await ledger.recover():
                 await store.append("leases", (), records=ledger.at([ledger.opening()]))
             await ledger.advance()
@@ -275,7 +275,7 @@ def test_a_site_that_changes_its_past_is_found_out(make_pool):
     pool.until(pool.all_up)
     done = pool.cli("ledger", "verify", status=9)
     assert "site-02	whole" in done.stdout
-    assert "not those that were verified here before" in done.stdout
+    assert "are not verified here before: there are two histories" in done.stdout
     # A site that cannot be asked is not called whole.
     pool.stop("site-01")
     assert "site-01: " in pool.cli("ledger", "verify", status=9).stdout
