@@ -75,7 +75,7 @@ def lease_records(
         for_ms=_left_ms(before, lease, now),
         grants=None if grants is None else pieces[0] if pieces else (),
         more=max(0, len(pieces) - 1),
-        leaving=lease.leaving if before is None or before.leaving != lease.leaving else None,
+        leaving=lease.leaving if lease.leaving != (before.leaving if before is not None else ()) else None,
         reason=(lease.notice or lease.reason)[:TEXT_MAX],
         next_tenant=lease.next_tenant,
     )
