@@ -63,17 +63,15 @@ from fedpool.wire.session import Notice, Request, from_body
 log = logging.getLogger(__name__)
 
 UPLOAD_BYTES_MAX = 64 << 30
+# What a site is asked through the hub: method -> (type of the body, of the answer).
+PASSED_ON: dict[str, tuple[type, type]] = {
+    "ledger.head": (LedgerAsked, LedgerHead),
+    "ledger.records": (RecordsWanted, RecordsPage),
+    "ledger.proof": (ProofWanted, LedgerProof),
+    "ledger.seen": (LedgerAsked, SeenCheckpoints),
+}
 # They change nothing and end when the asker hangs up.
-READS = (
-    "fed.events",
-    "lease.list",
-    "lease.show",
-    "lease.wait",
-    "ledger.head",
-    "ledger.records",
-    "ledger.proof",
-    "ledger.seen",
-)
+READS = ("fed.events", "lease.list", "lease.show", "lease.wait", *PASSED_ON)
 
 
 class HubViewWanted(msgspec.Struct, frozen=True):
@@ -132,8 +130,11 @@ class Hub:
             )
         self._answers: Answers[asyncio.Task[object]] = Answers()
         self._tasks: asyncio.TaskGroup | None = None
-        # Method -> (type of the body, what answers it).
-        self._methods: dict[str, tuple[type, Callable[[Any], Any]]] = {
+        self._methods = self._answered()
+
+    def _answered(self) -> dict[str, tuple[type, Callable[[Any], Any]]]:
+        """{method: (type of the body, what answers it)}."""
+        return {
             "pool.status": (msgspec.Struct, lambda _: self._status()),
             "site.list": (msgspec.Struct, lambda _: hub_views.sites(self.gangs, self.links)),
             "node.list": (msgspec.Struct, lambda _: hub_views.nodes(self.gangs, self.links)),
@@ -155,10 +156,7 @@ class Hub:
             "tenant.remove": (TenantNamed, self._tenant_remove),
             "site.cordon": (CordonWanted, lambda body: self._cordon(body, True)),
             "site.uncordon": (CordonWanted, lambda body: self._cordon(body, False)),
-            "ledger.head": (LedgerAsked, lambda b: self._link(b.site).call("ledger.head", b, LedgerHead)),
-            "ledger.records": (RecordsWanted, lambda b: self._link(b.site).call("ledger.records", b, RecordsPage)),
-            "ledger.proof": (ProofWanted, lambda b: self._link(b.site).call("ledger.proof", b, LedgerProof)),
-            "ledger.seen": (LedgerAsked, lambda b: self._link(b.site).call("ledger.seen", b, SeenCheckpoints)),
+            **{method: (kind, self._passed_on(method, answer)) for method, (kind, answer) in PASSED_ON.items()},
             "upload": (Upload, self._upload),
             "fed.run": (RunWanted, self._fed_run),
             "fed.list": (msgspec.Struct, lambda _: hub_views.runs(self.runs)),
@@ -335,6 +333,10 @@ class Hub:
         view = hub_views.tenant(self.gangs, wanted.name)
         await self.gangs.put(TenantDropped(wanted.name))
         return view
+
+    def _passed_on(self, method: str, answer: type[Any]) -> Callable[[Any], Any]:
+        """What a site answers, whatever it is."""
+        return lambda body: self._link(body.site).call(method, body, answer)
 
     def _link(self, site: str) -> links.SiteLink:
         link = self.links.get(site)
