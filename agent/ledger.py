@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 STREAM = "ledger"
 CHECKPOINT_STREAM = "checkpoint"
 WITNESSED_STREAM = "witnessed"
-EVERY_S = 0.5  # at most so often a checkpoint is signed
+EVERY_S = 5.0  # a checkpoint is signed at most so often, but for whoever asks for one
 PAGE = 16 * tiles.WIDTH  # records read at once
 ANSWER_BYTES = 2 << 20  # of records in one answer
 
@@ -160,13 +160,13 @@ class SiteLedger:
         """Hash and sign what is written, until cancelled."""
         while True:
             await self._wanted.wait()
+            await asyncio.sleep(EVERY_S)
             self._wanted.clear()
             try:
                 await self.advance()
             except StorageFailed as error:
                 log.error("no checkpoint was signed: %s", error)
                 await self._again()
-            await asyncio.sleep(EVERY_S)
 
     async def _again(self) -> None:
         """What could not be written may be tried once what stands has been read."""

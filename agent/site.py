@@ -24,7 +24,7 @@ from agent.programs import Task
 from agent.site_rounds import SiteRounds
 from agent.witness import Witness
 from fedpool import __version__
-from fedpool.errors import IbshellError, NotFound, Unreachable, UsageError
+from fedpool.errors import IbshellError, NotFound, StorageFailed, Unreachable, UsageError
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
 from fedpool.leasing.requests import (
     Abort,
@@ -152,6 +152,8 @@ class SiteAgent:
             for task in self._tasks.values():
                 with contextlib.suppress(IbshellError):
                     await task.kill()
+            with contextlib.suppress(StorageFailed):  # then the last checkpoint stands
+                await self.ledger.advance()
             await self._store.close()
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:

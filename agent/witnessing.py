@@ -27,11 +27,10 @@ from fedpool.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-WITNESSES_MAX = (
-    16  # of a site; in a larger pool they are chosen by a hash of the names, so that the work grows with the sites
-)
+# Of a site; in a larger pool they are chosen by a hash of the names, so that the work grows with the sites.
+WITNESSES_MAX = 8
 EVERY_S = 5.0  # a site's checkpoint is witnessed at most so often
-REST = 4.0  # times what one site took: so leases have most of the hub however many sites there are
+REST = 9.0  # times what one site took: so leases have most of the hub however many sites there are
 TIMEOUT_S = 5.0
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedpool.errors import IntegrityError, NotFound, Refused, StorageFailed
+from fedpool.leasing.recorded import ReplayState
 from fedpool.ledger import merkle, notes, tiles
-from fedpool.ledger.verification import read_checkpoint
+from fedpool.ledger.verification import Verified, read_checkpoint
 from ibshell.ledgers import Ledger
 from ibshell.progress import Bar
 
@@ -145,7 +146,10 @@ class Exported:
                 roots = [_root(self._read(str(level - 1), n, tiles.WIDTH)) for n in below]
                 self._require_tile(level, index, roots)
 
-    def remember(self, size: int, root: bytes) -> None:
+    def require_consistent(self, old: int, old_root: bytes, size: int, root: bytes) -> None:
+        """Files are verified from their first record on, which leaves nothing to be shown."""
+
+    def remember(self, verified: Verified, replayed: ReplayState) -> None:
         """Nothing is remembered of files."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +9,19 @@ import msgspec
 
 from fedpool.client.connection import Connection
 from fedpool.errors import IntegrityError, NotAuthorised, NotFound
-from fedpool.ledger import notes
-from fedpool.ledger.verification import read_checkpoint
+from fedpool.leasing.recorded import ReplayState
+from fedpool.ledger import merkle, notes
+from fedpool.ledger.verification import Verified, read_checkpoint
 from fedpool.names import NAME
-from fedpool.wire.messages import LedgerAsked, LedgerHead, RecordsPage, RecordsWanted, SeenCheckpoints
+from fedpool.wire.messages import (
+    LedgerAsked,
+    LedgerHead,
+    LedgerProof,
+    ProofWanted,
+    RecordsPage,
+    RecordsWanted,
+    SeenCheckpoints,
+)
 from ibshell import settings
 
 PAGE = 4096
@@ -24,13 +32,13 @@ class Seen(msgspec.Struct):
 
     Attributes:
         key: that signs it, in the form of c2sp.org's notes.
-        size: records that were verified.
-        root: of these, base64.
+        verified: how far its records were verified.
+        replayed: how far they were replayed, the same records.
     """
 
     key: str
-    size: int = 0
-    root: str = ""
+    verified: Verified
+    replayed: ReplayState
 
 
 class Ledger:
@@ -81,9 +89,28 @@ class Ledger:
             yield from enumerate(page.records, first)
             first += len(page.records)
 
-    def remember(self, size: int, root: bytes) -> None:
+    @property
+    def witnessed_size(self) -> int:
+        """How many records the latest checkpoint that others have cosigned covers."""
+        return read_checkpoint(self.witnessed, self.key).size if self.witnessed else 0
+
+    def inclusion(self, number: int, size: int) -> list[bytes]:
+        """The proof that a record is among the first `size`."""
+        return self._connection.call("ledger.proof", ProofWanted(self.site, size, number), LedgerProof).hashes
+
+    def require_consistent(self, old: int, old_root: bytes, size: int, root: bytes) -> None:
+        """Check that this ledger continues what somebody has seen of it.
+
+        Raises:
+            IntegrityError: it does not.
+        """
+        asked = ProofWanted(self.site, size, old=old)
+        proof = self._connection.call("ledger.proof", asked, LedgerProof).hashes if 0 < old < size else []
+        merkle.require_consistency(old, size, old_root, root, proof)
+
+    def remember(self, verified: Verified, replayed: ReplayState) -> None:
         """Keep how far it was verified, for the next time."""
-        self.seen = Seen(self.key.line(), size, base64.b64encode(root).decode())
+        self.seen = Seen(self.key.line(), verified, replayed)
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = self._path.with_suffix(".new")
         temporary.write_bytes(msgspec.json.encode(self.seen))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from fedpool.leasing import lease as life
 from fedpool.leasing.grants import CordonChanged, GrantEntry, LeaseChanged, Restarted, TermObeyed
 from fedpool.ledger.records import (
@@ -127,13 +129,26 @@ def _pieces(grants: Iterable[Granted]) -> Iterator[tuple[Granted, ...]]:
 # --- replay
 
 
-@dataclass
-class _Known:
-    """A lease as the records so far have it."""
+class Known(msgspec.Struct):
+    """A lease that lives, as the records so far have it.
+
+    Attributes:
+        grants: {UUID: (token, thousandths)}.
+    """
 
     state: str
     version: int
-    grants: dict[str, tuple[int, int]] = field(default_factory=dict)  # {UUID: (token, milli)}
+    grants: dict[str, tuple[int, int]] = {}
+
+
+class ReplayState(msgspec.Struct):
+    """How far a replay has come, from which it goes on another time."""
+
+    leases: int = 0
+    token: int = 0
+    term: int = 0
+    cordons: set[str] = set()
+    known: dict[str, Known] = {}
 
 
 @dataclass
@@ -150,18 +165,29 @@ class _Grant:
 class Replay:
     """Follows a site's records and says where they break a rule.
 
+    Args:
+        state: where an earlier replay of the same ledger ended, or None for its beginning.
+
     Attributes:
         leases: how many became active.
     """
 
-    def __init__(self) -> None:
-        self.leases = 0
-        self._known: dict[str, _Known] = {}  # those that live
+    def __init__(self, state: ReplayState | None = None) -> None:
+        state = state or ReplayState()
+        self.leases = state.leases
+        self._known = dict(state.known)
         self._used: dict[str, int] = {}  # {UUID: thousandths taken}
-        self._token = 0  # the largest so far
-        self._term = 0
-        self._cordons: set[str] = set()
+        for known in self._known.values():
+            for uuid, (_, milli) in known.grants.items():
+                self._used[uuid] = self._used.get(uuid, 0) + milli
+        self._token = state.token  # the largest so far
+        self._term = state.term
+        self._cordons = set(state.cordons)
         self._grant = _Grant("", 0)
+
+    def state(self) -> ReplayState:
+        """Where it is; between the records of one lease there is no place to go on from."""
+        return ReplayState(self.leases, self._token, self._term, set(self._cordons), dict(self._known))
 
     def held(self) -> dict[str, int]:
         """{UUID: thousandths taken} after the records so far."""
@@ -208,7 +234,7 @@ class Replay:
                 found.append(f"lease {said.lease} is granted again while it is {known.state}")
             if known is not None:
                 self._free(known)
-            known = self._known[said.lease] = _Known(said.state, said.version)
+            known = self._known[said.lease] = Known(said.state, said.version)
         elif known is None:
             return [f"lease {said.lease} does not live, and yet there is {said.event}"]
         else:
@@ -234,14 +260,14 @@ class Replay:
         self._grant.to_come -= 1
         return self._take(known, record.grants)
 
-    def _free(self, known: _Known) -> None:
+    def _free(self, known: Known) -> None:
         for uuid, (_, milli) in known.grants.items():
             self._used[uuid] -= milli
             if not self._used[uuid]:
                 del self._used[uuid]
         known.grants = {}
 
-    def _take(self, known: _Known, grants: Iterable[Granted]) -> list[str]:
+    def _take(self, known: Known, grants: Iterable[Granted]) -> list[str]:
         grant, found = self._grant, []
         for group in grants:
             for uuid in group.devices:

@@ -30,29 +30,49 @@ class Finding(msgspec.Struct, frozen=True):
     problem: str
 
 
+class Verified(msgspec.Struct):
+    """How far a verification has come, from which it goes on another time.
+
+    Attributes:
+        peaks: hashes of the tree's largest complete subtrees, from the left.
+        time: of the latest record.
+        unknown: records of kinds that were not known.
+    """
+
+    size: int
+    peaks: list[bytes]
+    time: int
+    unknown: int
+
+
 class Verification:
-    """One ledger, record after record from the first.
+    """One ledger, record after record from the first, or from where an earlier verification ended.
 
     Args:
         site: whose ledger it is to be.
         key: that signs its checkpoints.
         rules: takes each record and says what is wrong with it.
+        since: where an earlier verification ended, or None.
 
     Attributes:
         findings: what is wrong, the first `FINDINGS_MAX`.
         faults: how much is wrong.
         unknown: records of kinds that this release does not know.
+        earlier: (size, root, who says so) of what somebody has seen of the records before these; a proof has to show it.
     """
 
-    def __init__(self, site: str, key: notes.Key, rules: Callable[[Record], Sequence[str]]) -> None:
+    def __init__(
+        self, site: str, key: notes.Key, rules: Callable[[Record], Sequence[str]], since: Verified | None = None
+    ) -> None:
         self.site = site
         self.findings: list[Finding] = []
         self.faults = 0
-        self.unknown = 0
+        self.earlier: list[tuple[int, bytes, str]] = []
+        self.unknown = since.unknown if since else 0
         self._key = key
         self._rules = rules
-        self._tree = merkle.Frontier()
-        self._time = 0
+        self._tree = merkle.Frontier(since.size, since.peaks) if since else merkle.Frontier()
+        self._time = since.time if since else 0
         self._expected: dict[int, list[tuple[bytes, str]]] = {}  # {size: (root, who says so)}
 
     @property
@@ -65,6 +85,10 @@ class Verification:
         """Of the records so far."""
         return self._tree.root()
 
+    def state(self) -> Verified:
+        """Where it is."""
+        return Verified(self.size, list(self._tree.peaks), self._time, self.unknown)
+
     def find(self, problem: str, record: int | None = None) -> None:
         """Note something that is wrong."""
         self.faults += 1
@@ -73,13 +97,20 @@ class Verification:
 
     def expect(self, size: int, root: bytes, said: str) -> None:
         """The first `size` records must have this root, since somebody has seen them; `said` tells who and when."""
+        if size < self.size:
+            self.earlier.append((size, root, said))
+            return
         self._expected.setdefault(size, []).append((root, said))
+        if size == self.size:
+            self._compare()
 
     def _compare(self) -> None:
         """What others have seen of just so many records is what these are."""
         for root, said in self._expected.pop(self.size, ()):
             if root != self.root:
-                self.find(f"the first {self.size} records are not {said}: there are two histories", self.size - 1)
+                self.find(
+                    f"the first {self.size} records are not {said}: there are two histories", max(0, self.size - 1)
+                )
 
     def take(self, data: bytes) -> None:
         """One more record."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,17 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import typer
-from msgspec.structs import replace
 
 from fedpool.client.connection import Connection
-from fedpool.errors import IbshellError, NotFound, UsageError
+from fedpool.errors import IbshellError, IntegrityError, NotFound, Refused, StorageFailed, UsageError
 from fedpool.leasing.recorded import Replay
-from fedpool.ledger import notes
+from fedpool.ledger import canonical, merkle, notes
 from fedpool.ledger.verification import Finding, Verification, read_checkpoint
 from fedpool.units import format_size, parse_duration
 from fedpool.wire.messages import Listing, Nothing
-from ibshell import render
+from ibshell import diagnostics, proofs, render
 from ibshell.cli import options
 from ibshell.exported import Exported, found_in, write
 from ibshell.ledgers import PAGE, Ledger, seen_by
@@ -31,6 +30,7 @@ app = typer.Typer(no_args_is_help=True, help="What was done at every site, and w
 
 FAULTS = 9
 FOLLOW_S = 1.0
+WITNESS_S = 15.0  # how long a proof waits for cosignatures
 LOG = [
     Column("TIME", "time"),
     Column("SITE", "site"),
@@ -45,15 +45,16 @@ VERIFIED = [
     Column("SITE", "site"),
     Column("RESULT", "result"),
     Column("RECORDS", "records"),
+    Column("NEW", "new"),
     Column("LEASES", "leases"),
     Column("ROOT", "root"),
     Column("WITNESSES", "witnesses"),
-    Column("SINCE", "known_before"),
     Column("FAULTS", "faults"),
 ]
 
 EXPORTED = [Column("SITE", "site"), Column("RECORDS", "records"), Column("FILES", "files"), Column("SIZE", "size")]
 
+Result: TypeAlias = tuple[dict[str, Any], list[Finding]]
 Sites = Annotated[list[str] | None, typer.Option("--site", help="Only this site; may be repeated.")]
 
 
@@ -198,38 +199,33 @@ def _follow(ledgers: Sequence[Ledger], wanted: _Filter, output: str | None) -> N
 
 
 def _verified(
-    ledger: Ledger | Exported, others: Mapping[str, Ledger], shown: Mapping[str, bytes], bar: Bar
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Verify one site's ledger from its first record on, and compare it with what others have seen of it."""
-    replay = Replay()
-    check = Verification(ledger.site, ledger.key, replay.take)
-    seen = ledger.seen
-    if seen is not None:
-        check.expect(seen.size, base64.b64decode(seen.root), "verified here before")
-    for name, note in shown.items():
-        checkpoint = read_checkpoint(note, ledger.key)
-        check.expect(checkpoint.size, checkpoint.root, f"signed and shown to {name}")
-    cosigners: list[str] = []
-    if ledger.witnessed:
-        checkpoint = read_checkpoint(ledger.witnessed, ledger.key)
-        check.expect(checkpoint.size, checkpoint.root, "signed and witnessed")
-        keys = [replace(other.key, kind=notes.COSIGNATURE) for other in others.values()]
-        cosigners = list(notes.signers(notes.decode(ledger.witnessed), keys))
-    for number, data in ledger.records(0, ledger.size):
+    ledger: Ledger | Exported, others: Mapping[str, Ledger], shown: Mapping[str, bytes], full: bool, bar: Bar
+) -> Result:
+    """Verify one site's ledger, and compare it with what others have seen of it."""
+    seen = None if full else ledger.seen
+    replay = Replay(seen.replayed if seen else None)
+    check = Verification(ledger.site, ledger.key, replay.take, seen.verified if seen else None)
+    first, cosigners = check.size, _expect(check, ledger, others, shown)
+    for number, data in ledger.records(first, ledger.size):
         check.take(data)
         if number % 1000 == 0:
             bar.at(number, ledger.site)
     check.finish(ledger.note)
+    for size, root, said in check.earlier:
+        try:
+            ledger.require_consistent(size, root, check.size, check.root)
+        except IntegrityError:
+            check.find(f"the first {size} records are not {said}: there are two histories")
     if not check.faults:
-        ledger.remember(check.size, check.root)
+        ledger.remember(check.state(), replay.state())
     row = {
         "site": ledger.site,
         "result": "faults" if check.faults else "whole",
         "records": check.size,
+        "new": check.size - first,
         "leases": replay.leases,
         "root": check.root.hex()[:16],
         "witnesses": f"{len(cosigners)} of {len(others)}" if others else None,
-        "known_before": seen.size if seen is not None else None,
         "faults": check.faults,
         "unknown": check.unknown,
         "key": ledger.key.line(),
@@ -237,7 +233,22 @@ def _verified(
     return row, check.findings
 
 
-Result: TypeAlias = tuple[dict[str, Any], list[Finding]]
+def _expect(
+    check: Verification, ledger: Ledger | Exported, others: Mapping[str, Ledger], shown: Mapping[str, bytes]
+) -> list[str]:
+    """What was verified here before, what the site showed to others, what they cosigned; returns who has cosigned."""
+    if ledger.seen is not None:
+        before = ledger.seen.verified
+        check.expect(before.size, merkle.Frontier(before.size, before.peaks).root(), "verified here before")
+    for name, note in shown.items():
+        checkpoint = read_checkpoint(note, ledger.key)
+        check.expect(checkpoint.size, checkpoint.root, f"signed and shown to {name}")
+    if not ledger.witnessed:
+        return []
+    checkpoint = read_checkpoint(ledger.witnessed, ledger.key)
+    check.expect(checkpoint.size, checkpoint.root, "signed and witnessed")
+    keys = [proofs.witness_key(other.key) for other in others.values()]
+    return list(notes.signers(notes.decode(ledger.witnessed), keys))
 
 
 def _unverified(name: str, error: IbshellError) -> Result:
@@ -250,12 +261,34 @@ def _files(path: Path, key: str) -> Iterator[Result]:
             try:
                 ledger = Exported(directory, key)
                 bar.total = ledger.size
-                yield _verified(ledger, {}, {}, bar)
+                yield _verified(ledger, {}, {}, True, bar)
             except IbshellError as error:
                 yield _unverified(str(directory), error)
 
 
-def _asked(connection: Connection, wanted: Sequence[str]) -> Iterator[Result]:
+def _proof(path: Path, key: str) -> Iterator[Result]:
+    """What `prove` wrote."""
+    found = proofs.read(path)
+    if not found.ledgers:
+        yield _unverified(str(path), IntegrityError(f"{path} proves nothing"))
+    for part in found.ledgers:
+        size, witnesses, findings = proofs.check(part, found.lease)
+        if key and part.key != key:
+            findings.append(Finding(part.site, None, f"it is signed by {part.key}, not by --key"))
+        row = {
+            "site": part.site,
+            "result": "faults" if findings else "whole",
+            "records": len(part.records),
+            "of": size,
+            "lease": found.lease,
+            "witnesses": len(witnesses),
+            "faults": len(findings),
+            "key": part.key,
+        }
+        yield row, findings
+
+
+def _asked(connection: Connection, wanted: Sequence[str], full: bool) -> Iterator[Result]:
     """All sites are asked what they have seen of those that are verified."""
     ledgers: dict[str, Ledger] = {}
     errors: dict[str, IbshellError] = {}
@@ -279,22 +312,25 @@ def _asked(connection: Connection, wanted: Sequence[str]) -> Iterator[Result]:
             try:
                 others = {other: one for other, one in ledgers.items() if other != name}
                 shown = {other: known[name] for other, known in seen.items() if name in known}
-                yield _verified(ledgers[name], others, shown, bar)
+                yield _verified(ledgers[name], others, shown, full, bar)
             except IbshellError as error:
                 yield _unverified(name, error)
 
 
 @app.command()
 def verify(
-    path: Annotated[Path | None, typer.Argument(help="What ledger export wrote; without it the hub is asked.")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(help="What export or prove wrote; without it the hub is asked.")
+    ] = None,
     site: Sites = None,
+    full: Annotated[bool, typer.Option("--full", help="From the first record, not only what is new here.")] = False,
     key: Annotated[str, typer.Option("--key", help="The key that must have signed it: NAME+ID+BASE64.")] = "",
     output: options.Output = None,
 ) -> None:
     """Check every record, signature and rule of the sites' ledgers; exits with 9 when something is wrong.
 
-    A site's key is remembered when it is first seen, and how far its ledger was verified: another key, or a past that has changed
-    since, is a fault.
+    A site's key is remembered when it is first seen, and how far its ledger was verified: the next time begins there, and another
+    key, or a past that has changed since, is a fault.
 
     Examples: ibshell ledger verify
               ibshell ledger verify --site hospital-07 -o json
@@ -303,12 +339,12 @@ def verify(
     if path is not None:
         if site:
             raise UsageError("--site with files", "name the site's directory")
-        results = list(_files(path, key))
+        results = list(_proof(path, key) if path.is_file() else _files(path, key))
     else:
         if key:
             raise UsageError("--key without files", "keys of sites that are asked are remembered")
         with options.hub() as connection:
-            results = list(_asked(connection, _names(connection, site or ()) if site else ()))
+            results = list(_asked(connection, _names(connection, site) if site else (), full))
     findings = [finding for _, found in results for finding in found]
     answer = {
         "items": [row for row, _ in results],
@@ -323,6 +359,62 @@ def verify(
             render.write(f"{finding.site}:{where} {render.cell('problem', finding.problem)}\n")
     if findings:
         raise typer.Exit(FAULTS)
+
+
+@app.command()
+def prove(
+    lease: Annotated[str, typer.Argument(help="The lease, or how its id begins.")],
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Where to [default: LEASE.proof.json].")] = None,
+) -> None:
+    """Write what every site recorded about a lease to one file, with proofs; `ledger verify FILE` checks it without any hub.
+
+    Example: ibshell ledger prove 7f3a91c2 && ibshell ledger verify 7f3a91c2.proof.json
+    """
+    with options.hub() as connection:
+        names = _names(connection, ())
+        ledgers = {name: Ledger(connection, name) for name in names}
+        found = {name: _last(ledger, _Filter("", lease, "", 0), 0) for name, ledger in ledgers.items()}
+        ids = {item["lease"] for items in found.values() for item in items}
+        if len(ids) != 1:
+            hint = f"it may be {', '.join(sorted(ids)[:5])}" if ids else "ibshell ledger log shows what is recorded"
+            raise NotFound(
+                f"{'several leases begin' if ids else 'no site has recorded a lease that begins'} {lease!r}", hint
+            )
+        (whole,) = ids
+        about = {
+            name: {item["record"]: canonical.encode(item["said"]) for item in items}
+            for name, items in found.items()
+            if items
+        }
+        _await_witnesses([ledgers[name] for name in about], {name: max(records) for name, records in about.items()})
+        parts = [
+            proofs.part_of(ledgers[name], records, [other for other in ledgers.values() if other.site != name])
+            for name, records in about.items()
+        ]
+    path = file or Path(f"{whole}.proof.json")
+    data = msgspec.json.format(msgspec.json.encode(proofs.Proof(proofs.FORMAT, whole, parts)), indent=1)
+    try:
+        with path.open("xb") as target:
+            target.write(data + b"\n")
+    except FileExistsError:
+        raise Refused(f"{path} exists already", "name another file with --file") from None
+    except OSError as error:
+        raise StorageFailed(f"{path} cannot be written: {error.strerror}", "name another place with --file") from None
+    render.write(
+        f"{path}: {sum(len(part.records) for part in parts)} records of {len(parts)} sites about lease {whole}\n"
+    )
+
+
+def _await_witnesses(ledgers: Sequence[Ledger], last: Mapping[str, int]) -> None:
+    """Give witnesses a little time for what has just been written."""
+    until = time.monotonic() + WITNESS_S
+    while late := [ledger for ledger in ledgers if ledger.witnessed_size <= last[ledger.site]]:
+        if time.monotonic() > until:
+            diagnostics.say(f"not witnessed yet: {', '.join(ledger.site for ledger in late)}")
+            return
+        time.sleep(FOLLOW_S)
+        for ledger in late:
+            ledger.update()
 
 
 @app.command()

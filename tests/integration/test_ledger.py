@@ -1,6 +1,8 @@
 """A site's ledger on its store: proofs, checkpoints, restarts; every change of its past is found. And through a whole pool."""
 
 import asyncio
+import copy
+import json
 import shutil
 import signal
 import sqlite3
@@ -247,7 +249,9 @@ def test_what_was_done_is_listed(pool):
     assert {row["result"] for row in checked["items"]} == {"whole"} and checked["findings"] == []
     assert sum(row["leases"] for row in checked["items"]) == 3
     pool.cli("lease", "release", other["id"])
-    assert all(row["known_before"] for row in pool.json("ledger", "verify")["items"])
+    again = pool.json("ledger", "verify")["items"]
+    assert sum(row["new"] for row in again) == 2 < sum(row["records"] for row in again)
+    assert [row["root"] for row in pool.json("ledger", "verify", "--full")["items"]] == [row["root"] for row in again]
 
 
 def test_a_log_is_followed(pool):
@@ -258,6 +262,36 @@ def test_a_log_is_followed(pool):
     following.send_signal(signal.SIGINT)
     following.communicate(timeout=10)
     assert following.returncode == 130
+
+
+def test_a_lease_is_proved_to_somebody_without_a_hub(pool, tmp_path):
+    lease = pool.json("lease", "request", "-t", "oncology", "-g", "4", "--sites", "2")
+    pool.cli("lease", "release", lease["id"])
+    file = tmp_path / "lease.json"
+    assert "8 records of 2 sites" in pool.cli("ledger", "prove", lease["id"][:5], "--file", str(file)).stdout
+    assert "exists already" in pool.cli("ledger", "prove", lease["id"], "--file", str(file), status=5).stderr
+    assert "no site has recorded" in pool.cli("ledger", "prove", "ffffffffff", status=3).stderr
+    pool.stop_all()
+    rows = pool.json("ledger", "verify", str(file))["items"]
+    assert [(row["result"], row["records"], row["witnesses"]) for row in rows] == 2 * [("whole", 4, 3)]
+    proof = json.loads(file.read_text())
+    for change, says in (
+        (lambda site: site["records"].__setitem__(0, {**site["records"][0], "number": 1}), "does not show entry 1"),
+        (lambda site: site["records"][1].update(record=site["records"][0]["record"]), "does not show entry"),
+        (lambda site: site["records"][0]["proof"].pop(), "does not show entry"),
+        (lambda site: site.update(checkpoint=site["checkpoint"].replace("site-0", "site-1", 1)), "a checkpoint of"),
+        (lambda site: site.update(witnesses=site["witnesses"] + site["witnesses"][:1]), "has not cosigned"),
+        (lambda site: site.update(site="site-09"), "not those of site-09"),
+    ):
+        altered = copy.deepcopy(proof)
+        change(altered["ledgers"][0])
+        (tmp_path / "altered.json").write_text(json.dumps(altered))
+        assert says in pool.cli("ledger", "verify", str(tmp_path / "altered.json"), status=9).stdout
+    other = {**copy.deepcopy(proof), "lease": "ffffffff"}
+    (tmp_path / "altered.json").write_text(json.dumps(other))
+    assert "not about lease ffffffff" in pool.cli("ledger", "verify", str(tmp_path / "altered.json"), status=9).stdout
+    (tmp_path / "altered.json").write_text("{}")
+    assert "is no proof" in pool.cli("ledger", "verify", str(tmp_path / "altered.json"), status=1).stderr
 
 
 def test_a_site_that_changes_its_past_is_found_out(make_pool):
@@ -273,9 +307,10 @@ def test_a_site_that_changes_its_past_is_found_out(make_pool):
     db.close()
     pool.start("site-01")
     pool.until(pool.all_up)
-    done = pool.cli("ledger", "verify", status=9)
+    done = pool.cli("ledger", "verify", "--full", status=9)
     assert "site-02	whole" in done.stdout
     assert "are not verified here before: there are two histories" in done.stdout
+    assert "one was changed, removed, added or moved" in pool.cli("ledger", "verify", status=9).stdout
     # A site that cannot be asked is not called whole.
     pool.stop("site-01")
     assert "site-01: " in pool.cli("ledger", "verify", status=9).stdout
@@ -343,11 +378,11 @@ def test_whatever_is_changed_in_a_file_both_find_it(exported, tmp_path):
         for place in sorted({0, size // 3, size // 2, size - 1}):
             for harm in HARM:
                 copies.append(harmed(original, tmp_path / str(len(copies)), path.relative_to(original), harm, place))
-    for copy in copies:
+    for broken in copies:
         with pytest.raises((ledger_verifier.Wrong, ValueError, OSError, KeyError)):
-            ledger_verifier.verify(copy)
+            ledger_verifier.verify(broken)
         with pytest.raises(IbshellError):
-            ledger = Exported(copy, "")
+            ledger = Exported(broken, "")
             check = Verification(ledger.site, ledger.key, Replay().take)
             for _, record in ledger.records(0, ledger.size):
                 check.take(record)

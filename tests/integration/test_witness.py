@@ -19,7 +19,7 @@ from fedpool.ledger import notes
 from fedpool.ledger.records import Cordoned, decode
 from fedpool.ledger.verification import Verification, read_checkpoint
 from fedpool.transport.identity import Identity
-from fedpool.wire.messages import ProofWanted, RecordsWanted, WitnessWanted
+from fedpool.wire.messages import LedgerAsked, LedgerHead, ProofWanted, RecordsWanted, SeenCheckpoints, WitnessWanted
 
 pytestmark = pytest.mark.integration
 SITES = ("north", "south", "west")
@@ -205,12 +205,14 @@ def test_a_pool_s_sites_witness_each_other(make_pool):
         lease = pool.json("lease", "request", "-t", "oncology", "-g", "6")
         pool.cli("lease", "release", lease["id"])
 
-    def witnessed():
-        rows = pool.json("ledger", "verify")["items"]
-        return all(row["witnesses"] == "2 of 2" and row["records"] > 8 for row in rows)
+    def is_carried():
+        head = pool.ask("ledger.head", LedgerAsked("site-01"), LedgerHead)
+        seen = pool.ask("ledger.seen", LedgerAsked("site-02"), SeenCheckpoints).notes
+        return "site-01" in seen and notes.decode(seen["site-01"]).text == notes.decode(head.note).text
 
-    pool.until(witnessed)
-    time.sleep(6)  # until the latest checkpoint has been carried too
+    pool.until(is_carried)
+    rows = pool.json("ledger", "verify")["items"]
+    assert {row["result"] for row in rows} == {"whole"} and "2 of 2" in {row["witnesses"] for row in rows}
     pool.stop("site-01")
     with sqlite3.connect(pool.site_directory("site-01") / "site.db") as db:
         db.execute("UPDATE records SET body = CAST(replace(body, 'oncology', 'chemists') AS BLOB)")

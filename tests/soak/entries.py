@@ -13,9 +13,11 @@ from pathlib import Path
 
 from agent import clock
 from agent.leases import SiteLeases
+from agent.ledger import SiteLedger
 from agent.store.sqlite import SqliteStore
 from fedpool.leasing.requests import Commit, Hold, Release
 from fedpool.sim.scenario import SimulatedSite
+from fedpool.transport.identity import Identity
 
 REACH_S = 2.0
 AT_ONCE = 500
@@ -41,15 +43,18 @@ class NoPrograms:
 
 
 def opened(path):
-    """The leases of a site, and their store."""
+    """The leases of a site, their store and their ledger."""
     inventory = SimulatedSite("zurich", nodes=100, gpus_per_node=8).inventory()
+    key = path.with_name("identity")
+    identity = Identity.load(key) if key.exists() else Identity.create(key)
     store = SqliteStore(path)
-    return SiteLeases("zurich", inventory, None, store, lambda *_: None, clock, NoPrograms()), store
+    ledger = SiteLedger("zurich", identity, store, clock, {}, lambda size: None)
+    return SiteLeases("zurich", inventory, None, store, lambda *_: None, clock, NoPrograms(), ledger), store, ledger
 
 
 async def grow(path, entries):
     """Leases begin and end, four entries each; some stay."""
-    site, store = opened(path)
+    site, store, ledger = opened(path)
     await site.recover()
     running = asyncio.create_task(site.run())
 
@@ -68,17 +73,20 @@ async def grow(path, entries):
         await asyncio.sleep(0.05)
     running.cancel()
     await asyncio.wait([running])
+    await ledger.advance()
     await store.close()
     return site.machine.state()
 
 
 async def start_again(path):
     began = time.perf_counter()
-    site, store = opened(path)
+    site, store, ledger = opened(path)
     await site.recover()
     took = time.perf_counter() - began
+    await ledger.advance()
+    records = await store.recorded()
     await store.close()
-    return took, site.machine.state()
+    return took, site.machine.state(), records
 
 
 def read_once(path):
@@ -102,10 +110,11 @@ def main():
         path = Path(directory) / "site.db"
         before = asyncio.run(grow(path, arguments.entries))
         bare = read_once(path)
-        took, after = asyncio.run(start_again(path))
+        took, after, records = asyncio.run(start_again(path))
         same = (after.leases, after.cordons, after.term) == (before.leases, before.cordons, before.term)
         print(
-            f"{arguments.entries:,} entries, {path.stat().st_size / 1e6:.0f} MB: open in {took:.2f} s "
+            f"{arguments.entries:,} entries and {records:,} records of the ledger, "
+            f"{path.stat().st_size / 1e6:.0f} MB: open in {took:.2f} s "
             f"(to be reached {REACH_S:g} s; the file read once {bare:.2f} s); {len(after.leases):,} leases, "
             f"{'the same as before' if same else 'NOT the same as before'}"
         )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedpool.errors import IntegrityError
 from fedpool.leasing.grants import LeaseChanged, SiteGrants
-from fedpool.leasing.recorded import CARRIED, Replay, lease_records, records_of
+from fedpool.leasing.recorded import CARRIED, Replay, ReplayState, lease_records, records_of
 from fedpool.leasing.requests import Commit, Cordon, Hold, Notify, Obey, ProcessesGone, Release, Renew, Resize, Transfer
 from fedpool.ledger import canonical
 from fedpool.ledger.records import (
@@ -207,3 +207,22 @@ def test_a_cordon_is_told_with_its_reason():
     site = Site()
     site.put(Cordon("gpu01", "fan " * 1000, 1))
     assert site.records[0].what == "gpu01" and len(site.records[0].reason) == 500
+
+
+@given(st.integers(0, 30))
+def test_a_replay_goes_on_where_an_earlier_one_ended(place):
+    site = Site(8)
+    for name in ("aaaaaaaa", "bbbbbbbb"):
+        site.lease(name, 3)
+    site.put(Release("aaaaaaaa", 1))
+    site.put(ProcessesGone("aaaaaaaa"))
+    site.put(Cordon("gpu01", "fan", 1))
+    site.put(Renew("bbbbbbbb", 7200.0, 1))
+    first, second = Replay(), Replay()
+    for record in site.records[:place]:
+        assert not first.take(record) and not second.take(record)
+    state = msgspec.json.decode(msgspec.json.encode(second.state()), type=ReplayState)
+    second = Replay(state)
+    for record in site.records[place:]:
+        assert first.take(record) == second.take(record) == []
+    assert (first.state(), first.held()) == (second.state(), second.held())
