@@ -9,6 +9,7 @@ import sqlite3
 import time
 
 import ledger_verifier
+import msgspec
 import pytest
 
 from agent import clock
@@ -21,6 +22,7 @@ from fedpool.ledger.records import Cordoned
 from fedpool.ledger.verification import Verification, read_checkpoint
 from fedpool.transport.identity import Identity
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted, ProofWanted, RecordsWanted
+from ibshell import proofs
 from ibshell.exported import Exported
 
 pytestmark = pytest.mark.integration
@@ -285,10 +287,9 @@ def test_a_lease_is_proved_to_somebody_without_a_hub(pool, tmp_path):
     ):
         altered = copy.deepcopy(proof)
         change(altered["ledgers"][0])
-        (tmp_path / "altered.json").write_text(json.dumps(altered))
-        assert says in pool.cli("ledger", "verify", str(tmp_path / "altered.json"), status=9).stdout
-    other = {**copy.deepcopy(proof), "lease": "ffffffff"}
-    (tmp_path / "altered.json").write_text(json.dumps(other))
+        _, _, findings = proofs.check(msgspec.convert(altered["ledgers"][0], proofs.LedgerPart), lease["id"])
+        assert findings and says in findings[0].problem
+    (tmp_path / "altered.json").write_text(json.dumps({**proof, "lease": "ffffffff"}))
     assert "not about lease ffffffff" in pool.cli("ledger", "verify", str(tmp_path / "altered.json"), status=9).stdout
     (tmp_path / "altered.json").write_text("{}")
     assert "is no proof" in pool.cli("ledger", "verify", str(tmp_path / "altered.json"), status=1).stderr
