@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd')
 
-.PHONY: soak soak-sites soak-entries replay peers help demo test check bench venv format checked clean
+.PHONY: package soak soak-sites soak-entries replay peers help demo test check bench venv format checked clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -15,6 +15,9 @@ demo: $(STAMP) ## sixteen hospitals train a classifier together on this machine,
 
 test: $(STAMP) ## every test a clone can run
 	@$(BIN)/python -m pytest
+
+package: $(STAMP) ## build the wheel, install it alone, run the demo from it
+	@$(BIN)/python -m pytest tests/package/wheel.py
 
 soak: $(STAMP) ## simulated worlds until Ctrl-C; a failing seed is printed with its smallest trace
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--from $(SEED))

@@ -15,11 +15,13 @@ import typer
 from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError, IntegrityError, NotFound, Refused, StorageFailed, UsageError
 from fedpool.leasing.recorded import Replay
+from fedpool.leasing.usage import LeaseUse, Usage
 from fedpool.ledger import canonical, merkle, notes
+from fedpool.ledger.records import decode
 from fedpool.ledger.verification import Finding, Verification, read_checkpoint
 from fedpool.units import format_size, parse_duration
 from fedpool.wire.messages import Listing, Nothing
-from ibshell import diagnostics, proofs, render
+from ibshell import diagnostics, proofs, render, report
 from ibshell.cli import options
 from ibshell.exported import Exported, found_in, write
 from ibshell.ledgers import PAGE, Ledger, seen_by
@@ -438,3 +440,63 @@ def export(
             items.append({"site": name, "records": ledger.size, "files": files, "size": format_size(size)})
     answer = {"items": items, "errors": [], "as_of": {}}
     render.write(render.listing(answer, EXPORTED, "site", output, render.on_terminal()))
+
+
+@app.command("report")
+def report_(
+    tenant: Annotated[str, typer.Option("--tenant", "-t", help="Only this tenant's.")] = "",
+    since: Annotated[str, typer.Option("--since", help="2h, 3d, or 2026-12-24T22:00+01:00.")] = "30d",
+    site: Sites = None,
+    form: Annotated[str, typer.Option("--output", "-o", help="markdown, html or json.", metavar="FORM")] = "markdown",
+) -> None:
+    """Report who used which GPUs when, from the sites' ledgers, with the records and checkpoints it rests on.
+
+    Examples: ibshell ledger report --tenant oncology --since 30d > report.md
+              ibshell ledger report --since 2026-12-01 -o html > report.html
+    """
+    if form not in report.FORMS:
+        raise UsageError(f"no output form {form!r}", f"known: {', '.join(report.FORMS)}")
+    since_ms, until_ms = _since_ms(since), int(time.time() * 1000)
+    uses: dict[str, list[LeaseUse]] = {}
+    ledgers: list[dict[str, Any]] = []
+    with options.hub() as connection:
+        for name in _names(connection, site or ()):
+            usage = Usage(since_ms, until_ms)
+            try:
+                ledger = Ledger(connection, name)
+                with Bar("reading", ledger.size) as bar:
+                    root = _folded(ledger, usage, bar)
+            except IbshellError as error:
+                ledgers.append({"site": name, "missing": error.message})
+                diagnostics.say(f"missing: {name}: {error.message}")
+                continue
+            uses[name] = usage.uses(until_ms)
+            checkpoint = {
+                "records": ledger.size,
+                "root": root,
+                "key": ledger.key.line(),
+                "checkpoint": ledger.note.decode(),
+            }
+            ledgers.append({"site": name, **checkpoint, "missing": ""})
+    whose = f"{tenant}: " if tenant else ""
+    title = f"{whose}GPUs used from {report.stamp(since_ms)} to {report.stamp(until_ms)}"
+    render.write(report.document(title, report.rows(uses, tenant), ledgers, form))
+
+
+def _folded(ledger: Ledger, usage: Usage, bar: Bar) -> str:
+    """Fold a ledger's records; returns their root, which is the signed one.
+
+    Raises:
+        IntegrityError: it is not.
+    """
+    tree = merkle.Frontier()
+    for number, data in ledger.records(0, ledger.size):
+        tree.append(merkle.leaf_hash(data))
+        record = decode(data)
+        if record is not None:
+            usage.take(number, record)
+        if number % 1000 == 0:
+            bar.at(number, ledger.site)
+    if tree.root() != read_checkpoint(ledger.note, ledger.key).root:
+        raise IntegrityError(f"the records of {ledger.site} are not those it signed", "ibshell ledger verify --full")
+    return tree.root().hex()

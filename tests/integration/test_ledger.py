@@ -247,6 +247,14 @@ def test_what_was_done_is_listed(pool):
     assert {row["site"] for row in pool.json("ledger", "log", "--site", "site-02")["items"]} == {"site-02"}
     assert "write 2h" in pool.cli("ledger", "log", "--since", "yesterday", status=2).stderr
     assert "no site 'mars'" in pool.cli("ledger", "verify", "--site", "mars", status=3).stderr
+    told = json.loads(pool.cli("ledger", "report", "--tenant", "oncology", "-o", "json").stdout)
+    assert {(use["lease"], use["site"], use["ended"]) for use in told["uses"]} == {
+        (lease["id"], row["site"], "released") for row in rows if row["lease"] == lease["id"]
+    }
+    assert all(use["gpus"] == 2 and use["gpu_hours"] > 0 for use in told["uses"]) and len(told["ledgers"]) == 4
+    assert "| physics | " in pool.cli("ledger", "report", "--since", "1h").stdout
+    assert "<h2>Leases</h2>" in pool.cli("ledger", "report", "-o", "html").stdout
+    assert "known: markdown" in pool.cli("ledger", "report", "-o", "pdf", status=2).stderr
     checked = pool.json("ledger", "verify")
     assert {row["result"] for row in checked["items"]} == {"whole"} and checked["findings"] == []
     assert sum(row["leases"] for row in checked["items"]) == 3
