@@ -10,11 +10,13 @@ import sys
 import venv
 from pathlib import Path
 
+import pytest
 from integration.test_demo import agents, check_report
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(600)
 def test_the_wheel_alone_runs_the_demo(tmp_path):
     """Built from the source distribution, installed where no source tree is in sight."""
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]
