@@ -86,7 +86,10 @@ def document(title: str, lines: Sequence[Mapping[str, Any]], ledgers: Sequence[M
 
 
 def _table(columns: Sequence[str], items: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    return [list(columns), *([_said(column, item.get(column)) for column in columns] for item in items)]
+    return [
+        [column.replace("_", " ") for column in columns],
+        *([_said(column, item.get(column)) for column in columns] for item in items),
+    ]
 
 
 def _said(column: str, value: Any) -> str:
