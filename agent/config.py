@@ -7,11 +7,11 @@ from typing import TypeVar
 import msgspec
 
 from fedpool.errors import NotFound, UsageError
+from fedpool.identity.keys import parse_public
 from fedpool.leasing.grants import SiteLimits
 from fedpool.names import NAME, RULE
 from fedpool.sim.scenario import SimulatedSite, problems
 from fedpool.toml import TomlText
-from fedpool.transport.identity import parse_public
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 MODES = ("dial", "reverse", "stdio")

@@ -22,13 +22,14 @@ from agent.ports import Clock, Dialler, Store
 from agent.runs import Runs
 from agent.witnessing import Witnessing
 from fedpool.errors import IbshellError, NotFound, StorageFailed, UsageError
+from fedpool.identity.keys import parse_public
 from fedpool.leasing.demand import nearest
 from fedpool.leasing.pool import TenantDropped, TenantSet
 from fedpool.leasing.requests import Cordon, Uncordon
 from fedpool.names import require_id
 from fedpool.records import Lease, Tenant
 from fedpool.transport import local, ssh
-from fedpool.transport.identity import Identity, parse_public
+from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import Stream
 from fedpool.wire.idempotency import Answers

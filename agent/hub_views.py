@@ -10,10 +10,10 @@ from agent.links import SiteLink
 from agent.runs import Runs
 from fedpool import __version__
 from fedpool.errors import NotFound
+from fedpool.identity.keys import fingerprint
 from fedpool.leasing import lease as life
 from fedpool.leasing.demand import nearest
 from fedpool.records import Device, Gpu, Grant, Node, SiteLease
-from fedpool.transport.identity import fingerprint
 from fedpool.wire.messages import Listing, SiteError, TenantView
 
 

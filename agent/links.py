@@ -16,9 +16,10 @@ from agent.backoff import LAST_S, delay
 from agent.config import SiteEntry
 from agent.ports import Clock, Dialler
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Unreachable
+from fedpool.identity.keys import parse_public
 from fedpool.transport import ssh
 from fedpool.transport.bulk import BulkChannel, Source
-from fedpool.transport.identity import Identity, parse_public
+from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Answer, Peer
 from fedpool.transport.stream import Stream
 from fedpool.wire.messages import DescriptionWanted, SiteDescription

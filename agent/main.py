@@ -89,7 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _key(state: Path) -> int:
-    from fedpool.transport.identity import Identity, fingerprint, public_line
+    from fedpool.identity.keys import fingerprint, public_line
+    from fedpool.transport.identity import Identity
 
     path = state / "identity"
     identity = Identity.load(path) if path.exists() else Identity.create(path)

@@ -26,6 +26,7 @@ from agent.witness import Witness
 from fedpool import __version__
 from fedpool.errors import IbshellError, NotFound, StorageFailed, Unreachable, UsageError
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
+from fedpool.identity.keys import parse_public
 from fedpool.leasing.requests import (
     Abort,
     Commit,
@@ -44,7 +45,7 @@ from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
 from fedpool.transport import local, ssh
 from fedpool.transport.bulk import BulkChannel
-from fedpool.transport.identity import Identity, parse_public
+from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream, Stream
 from fedpool.wire.messages import (

@@ -92,7 +92,8 @@ class LocalPool:
         """
         if self.processes():
             raise Refused(f"the pool {self.name!r} is running", "ibshell down ends it; ibshell status shows it")
-        from fedpool.transport.identity import Identity, public_line
+        from fedpool.identity.keys import public_line
+        from fedpool.transport.identity import Identity
 
         shutil.rmtree(self.directory, ignore_errors=True)
         hub = self.directory / "hub"

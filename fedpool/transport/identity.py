@@ -1,33 +1,75 @@
-"""A party's Ed25519 key on disk, in OpenSSH's own format, and the fingerprints by which people compare keys."""
+"""A party's Ed25519 key on disk, in OpenSSH's own format, with its certificate beside it."""
 
-import base64
-import hashlib
+from __future__ import annotations
+
 import os
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import asyncssh
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpool.errors import NotFound, UsageError
+from fedpool.identity import certificates
+from fedpool.identity.certificates import Certificate
+from fedpool.identity.keys import public_line
+
+if TYPE_CHECKING:
+    import asyncssh
 
 
 class Identity:
-    """An Ed25519 key pair: SSH host or user key, and signer of round messages."""
+    """An Ed25519 key pair: SSH host or user key, signer of requests and of round messages.
 
-    def __init__(self, key: Ed25519PrivateKey) -> None:
+    Attributes:
+        signing: the private key.
+        public: the 32 bytes of the public one.
+        path: where it lies.
+    """
+
+    def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
         self.signing = key
         self.public = key.public_key().public_bytes_raw()
-        pem = key.private_bytes(
+        self.path = path
+        self._pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         )
-        self._pem = pem
-        self.ssh = asyncssh.import_private_key(pem)
+
+    @cached_property
+    def ssh(self) -> asyncssh.SSHKey:
+        """The key as asyncssh wants it."""
+        import asyncssh
+
+        return asyncssh.import_private_key(self._pem)
+
+    @property
+    def certificate_path(self) -> Path:
+        """Where its certificate lies: `identity-cert.pub` beside `identity`."""
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}-cert.pub")
+
+    def certificate(self) -> Certificate | None:
+        """Its certificate as it is on disk now, None where there is none.
+
+        Raises:
+            UsageError: what is there is none, or another key's.
+        """
+        if self.path is None:
+            return None
+        try:
+            line = self.certificate_path.read_text()
+        except FileNotFoundError:
+            return None
+        found = certificates.parse(line, str(self.certificate_path))
+        if found.public != self.public:
+            raise UsageError(f"{self.certificate_path} is the certificate of another key than {self.path}")
+        return found
 
     @classmethod
-    def create(cls, path: Path) -> "Identity":
+    def create(cls, path: Path) -> Identity:
         """Make a key and write it, readable by its owner only, with the public half beside it."""
-        identity = cls(Ed25519PrivateKey.generate())
+        identity = cls(Ed25519PrivateKey.generate(), path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -36,7 +78,7 @@ class Identity:
         return identity
 
     @classmethod
-    def load(cls, path: Path) -> "Identity":
+    def load(cls, path: Path) -> Identity:
         """Read a key.
 
         Raises:
@@ -58,38 +100,4 @@ class Identity:
             ) from None
         if not isinstance(key, Ed25519PrivateKey):
             raise UsageError(f"the key at {path} is no Ed25519 key", f"ssh-keygen -t ed25519 -N '' -f {path}")
-        return cls(key)
-
-
-def public_line(public: bytes) -> str:
-    """A public key as authorized_keys and known_hosts have it: `ssh-ed25519 AAAA…`."""
-    blob = _blob(public)
-    return f"ssh-ed25519 {base64.b64encode(blob).decode()}"
-
-
-def parse_public(line: str, where: str) -> bytes:
-    """The 32 bytes of a public key line.
-
-    Raises:
-        UsageError: it is no Ed25519 public key; `where` says what named it.
-    """
-    fields = line.split()
-    try:
-        blob = base64.b64decode(fields[1], validate=True)
-        if fields[0] != "ssh-ed25519" or len(blob) != len(_blob(bytes(32))) or blob != _blob(blob[-32:]):
-            raise ValueError
-    except (ValueError, IndexError):
-        raise UsageError(
-            f"{where}: {line[:60]!r} is no Ed25519 public key", "copy the line of a .pub file: ssh-ed25519 AAAA…"
-        ) from None
-    return blob[-32:]
-
-
-def fingerprint(public: bytes) -> str:
-    """`SHA256:…`, as ssh-keygen -l prints it."""
-    return "SHA256:" + base64.b64encode(hashlib.sha256(_blob(public)).digest()).decode().rstrip("=")
-
-
-def _blob(public: bytes) -> bytes:
-    kind = b"ssh-ed25519"
-    return len(kind).to_bytes(4, "big") + kind + len(public).to_bytes(4, "big") + public
+        return cls(key, path)

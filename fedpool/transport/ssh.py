@@ -20,7 +20,8 @@ from asyncssh.connection import SSHConnection
 from asyncssh.stream import SSHServerStreamSession
 
 from fedpool.errors import NotAuthorised, Unreachable, UsageError
-from fedpool.transport.identity import Identity, fingerprint, public_line
+from fedpool.identity.keys import fingerprint, public_line
+from fedpool.transport.identity import Identity
 from fedpool.transport.stream import SshStream, Stream
 
 log = logging.getLogger(__name__)

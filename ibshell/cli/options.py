@@ -42,7 +42,7 @@ def hub() -> Connection:
     if not name.startswith("ssh://"):
         return LocalPool(name).connect()
     from fedpool.client.remote import connect_ssh
-    from fedpool.transport.identity import parse_public
+    from fedpool.identity.keys import parse_public
 
     line = os.environ.get("IBSHELL_HUB_KEY", "")
     if not line:

@@ -16,7 +16,8 @@ import pytest
 from fedpool.client import Connection, connect
 from fedpool.client.remote import connect_ssh
 from fedpool.errors import NotAuthorised, NotFound, PeerProtocolError, Unreachable, UsageError, VersionMismatch
-from fedpool.transport.identity import Identity, parse_public, public_line
+from fedpool.identity.keys import parse_public, public_line
+from fedpool.transport.identity import Identity
 from fedpool.wire import frames
 from fedpool.wire.messages import Listing, Nothing
 from ibshell.pool import free_ports

@@ -14,10 +14,11 @@ import msgspec
 
 from agent import journal
 from agent.config import HubConfig, SiteConfig, SiteEntry
+from fedpool.identity.keys import public_line
 from fedpool.leasing.pool import TenantSet
 from fedpool.records import Quota, Tenant
 from fedpool.sim.scenario import SimulatedSite
-from fedpool.transport.identity import Identity, public_line
+from fedpool.transport.identity import Identity
 from simulation.audit import (
     Broken,
     HubAudit,

@@ -4,7 +4,7 @@ import pytest
 
 from agent.config import HubConfig, SiteConfig, load
 from fedpool.errors import NotFound, UsageError
-from fedpool.transport.identity import public_line
+from fedpool.identity.keys import public_line
 
 KEY = public_line(bytes(range(32)))
 SITE = f"""\

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from agent import clock
 from agent.config import SiteEntry
 from agent.links import SiteLink
+from fedpool.identity.keys import public_line
 from fedpool.records import Inventory
 from fedpool.transport import ssh
-from fedpool.transport.identity import public_line
 from fedpool.transport.peer import Peer
 from fedpool.wire.messages import DescriptionWanted, Nothing, SiteDescription
 from fedpool.wire.session import from_body
