@@ -8,6 +8,7 @@ import msgspec
 
 from fedpool.errors import NotFound, UsageError
 from fedpool.identity.keys import parse_public
+from fedpool.identity.trust import Trust
 from fedpool.leasing.grants import SiteLimits
 from fedpool.names import NAME, RULE
 from fedpool.sim.scenario import SimulatedSite, problems
@@ -33,6 +34,9 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         peers: {site: public key} of the sites it may be in a cohort with.
         policy: what it allows whoever asks.
         store: `etcd://…` for an agent with stand-bys, "" for SQLite in `state`.
+        pool: the identity of the pool, which every request names.
+        authorities: public keys of the pool's certificate authority, two while it changes; where there are any, the site obeys only
+            what somebody with the right to it has signed, and otherwise the hub.
     """
 
     name: str
@@ -47,6 +51,8 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peers: dict[str, str] = {}
     policy: SiteLimits = SiteLimits()
     store: str = ""
+    pool: str = ""
+    authorities: list[str] = []
 
 
 class SiteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +91,8 @@ class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         store: `etcd://…` for a hub with stand-bys, "" for SQLite in `state`.
         strict: whether a lease at a silent site counts until the site has confirmed that its processes are gone, however long
             that takes; otherwise until its time is surely over there.
+        pool: the identity of the pool.
+        authorities: public keys of its certificate authority; where there are any, whoever asks has to sign.
     """
 
     name: str
@@ -96,6 +104,8 @@ class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     site: list[SiteEntry] = []
     store: str = ""
     strict: bool = False
+    pool: str = ""
+    authorities: list[str] = []
 
 
 def load(path: Path, kind: type[Config]) -> Config:
@@ -122,6 +132,7 @@ def load(path: Path, kind: type[Config]) -> Config:
 def _check_site(toml: TomlText, config: SiteConfig) -> None:
     _check_name(toml, "name", config.name)
     _check_key(toml, "hub_key", config.hub_key)
+    _check_trust(toml, config)
     for name, key in config.peers.items():
         _check_name(toml, name, name, "peers")
         _check_key(toml, name, key, "peers")
@@ -138,6 +149,7 @@ def _check_site(toml: TomlText, config: SiteConfig) -> None:
 
 def _check_hub(toml: TomlText, config: HubConfig) -> None:
     _check_name(toml, "name", config.name)
+    _check_trust(toml, config)
     for name, key in config.users.items():
         _check_key(toml, name, key, "users")
     names: set[str] = set()
@@ -155,6 +167,20 @@ def _check_hub(toml: TomlText, config: HubConfig) -> None:
             )
         if site.mode == "stdio":
             _check_key(toml, "host_key", site.host_key, "site", number)
+
+
+def trust_of(config: SiteConfig | HubConfig) -> Trust | None:
+    """Whom a party believes; None where it believes whoever is connected."""
+    if not config.authorities:
+        return None
+    return Trust(config.pool, tuple(parse_public(line, "authorities") for line in config.authorities))
+
+
+def _check_trust(toml: TomlText, config: SiteConfig | HubConfig) -> None:
+    for line in config.authorities:
+        _check_key(toml, "authorities", line)
+    if config.authorities and not config.pool:
+        raise toml.wrong("authorities", "pool is missing beside authorities", 'pool = "…": what ibshell pool show says')
 
 
 def _check_name(toml: TomlText, key: str, name: str, table: str = "", number: int = 0) -> None:

@@ -20,6 +20,7 @@ from fedpool.errors import (
     from_wire,
 )
 from fedpool.leasing import lease as life
+from fedpool.leasing.demand import is_named, shape_of
 from fedpool.leasing.gang import (
     Accepted,
     EndAsked,
@@ -29,10 +30,11 @@ from fedpool.leasing.gang import (
     Reported,
     ResizeAsked,
 )
+from fedpool.leasing.kept import ACCEPT, END, GRANT, OFFER, RESIZE, kept
 from fedpool.leasing.pool import Adopted, ForLease, Submitted
 from fedpool.leasing.requests import Renew
 from fedpool.names import require_id
-from fedpool.records import Demand, Lease, Part, Shape, SiteLease
+from fedpool.records import Demand, Lease, Part, Signed, SiteLease
 from fedpool.wire.messages import LeaseView, LeaseWanted
 
 END_TIMEOUT_S = 60.0
@@ -86,16 +88,7 @@ class Gangs(PoolDriver):
         demand = Demand(
             gpus=wanted.gpus,
             gpus_max=wanted.gpus_max,
-            shape=Shape(
-                kinds=tuple(wanted.gpu_type.split(",")) if wanted.gpu_type else (),
-                memory_min_bytes=wanted.memory_min_bytes,
-                memory_max_bytes=wanted.memory_max_bytes,
-                milli=wanted.milli,
-                devices=tuple(self._uuid(name) for name in wanted.devices),
-                same_leaf=wanted.same_leaf,
-                spread=wanted.spread,
-                avoid=tuple(wanted.avoid),
-            ),
+            shape=shape_of(wanted, tuple(self._uuid(name) for name in wanted.devices)),
             sites=wanted.sites,
             site_names=tuple(wanted.site_names),
             per_site_min=wanted.per_site_min,
@@ -131,7 +124,7 @@ class Gangs(PoolDriver):
         """
         for site in self.machine.capacity.sites.values():
             for device in site.devices:
-                if name in (device.uuid, f"{site.name}:{device.node}/{device.label}"):
+                if is_named(device, site.name, name):
                     return device.uuid
         raise NotFound(f"no device {name!r}", "ibshell gpu list shows them")
 
@@ -147,7 +140,7 @@ class Gangs(PoolDriver):
         starts = None if found is None else max(0.0, found.start - now)
         return LeaseView(lease, None, {}, "" if starts == 0 else self.machine.why(lease, now, who=True), starts)
 
-    async def request(self, wanted: LeaseWanted) -> Lease:
+    async def request(self, wanted: LeaseWanted, signed: Signed | None = None) -> Lease:
         """Lease devices at several sites, all or none; returns when the lease is active, or waits where it may.
 
         Raises:
@@ -156,7 +149,7 @@ class Gangs(PoolDriver):
         lease = self.lease_of(wanted)
         known = self.machine.gangs.get(lease.id)
         if known is None:
-            await self.put(Submitted(lease))
+            await self.put(Submitted(lease, kept(lease.id, GRANT, signed)))
         elif not _same(known.lease, lease):
             raise Refused(
                 f"lease {lease.id} is there already and was asked for differently", "use a new key for a new request"
@@ -235,7 +228,7 @@ class Gangs(PoolDriver):
 
     # --- changing one
 
-    async def renew(self, lease: Lease, duration_s: float) -> Lease:
+    async def renew(self, lease: Lease, duration_s: float, signed: Signed | None = None) -> Lease:
         """Let a lease end `duration_s` seconds from now, at every site.
 
         Raises:
@@ -256,7 +249,9 @@ class Gangs(PoolDriver):
             )
         refused: dict[str, IbshellError] = {}
         async with asyncio.TaskGroup() as asks:
-            answers = {part.site: asks.create_task(self._renew_part(lease, part, duration_s)) for part in lease.parts}
+            answers = {
+                part.site: asks.create_task(self._renew_part(lease, part, duration_s, signed)) for part in lease.parts
+            }
         for site, answer in answers.items():
             error = answer.result()
             if error is not None:
@@ -271,8 +266,10 @@ class Gangs(PoolDriver):
         await self.put(ForLease(lease.id, Renewed(duration_s, sent)))
         return await self.told(lease.id)
 
-    async def _renew_part(self, lease: Lease, part: Part, duration_s: float) -> IbshellError | None:
-        asked = Renew(lease.id, duration_s, self.term)
+    async def _renew_part(
+        self, lease: Lease, part: Part, duration_s: float, signed: Signed | None
+    ) -> IbshellError | None:
+        asked = Renew(lease.id, duration_s, self.term, signed)
         try:
             report = await self.tell(part.site, asked)
             await self.put(ForLease(lease.id, Reported(part.site, report)))
@@ -280,7 +277,7 @@ class Gangs(PoolDriver):
             return error
         return None
 
-    async def end(self, lease: Lease, reason: str) -> Lease:
+    async def end(self, lease: Lease, reason: str, signed: Signed | None = None) -> Lease:
         """End a lease at every site; returns when all have confirmed that its processes are gone.
 
         Raises:
@@ -288,17 +285,17 @@ class Gangs(PoolDriver):
         """
         if lease.state in life.FINAL:
             return lease
-        await self.put(ForLease(lease.id, EndAsked(reason)))
+        await self.put(ForLease(lease.id, EndAsked(reason), kept(lease.id, END, signed)))
         return await self.wait_until(lease.id, lambda found: found.state in life.FINAL, END_TIMEOUT_S)
 
-    async def revoke(self, lease: Lease, reason: str, grace_s: float) -> Lease:
+    async def revoke(self, lease: Lease, reason: str, grace_s: float, signed: Signed | None = None) -> Lease:
         """End somebody's lease, at once or after a grace in which its jobs are told."""
         if grace_s > 0 and lease.state == "active":
-            await self.put(ForLease(lease.id, NoticeAsked(reason, grace_s)))
+            await self.put(ForLease(lease.id, NoticeAsked(reason, grace_s), kept(lease.id, END, signed)))
             return await self.told(lease.id)
-        return await self.end(lease, f"revoked: {reason}")
+        return await self.end(lease, f"revoked: {reason}", signed)
 
-    async def resize(self, lease: Lease, gpus: int) -> Lease:
+    async def resize(self, lease: Lease, gpus: int, signed: Signed | None = None) -> Lease:
         """Let a lease have so many devices, at the sites it is at, and grow by itself to so many where there are not enough yet.
 
         Raises:
@@ -318,7 +315,8 @@ class Gangs(PoolDriver):
         for _ in range(RESIZES):
             share = self.machine.share(lease, gpus)
             changed = {part.site: share[part.site] for part in lease.parts if share[part.site] != part.gpus}
-            await self.put(ForLease(lease.id, ResizeAsked(changed, self.machine.queue.grace_s, most=gpus)))
+            asked = ResizeAsked(changed, self.machine.queue.grace_s, most=gpus)
+            await self.put(ForLease(lease.id, asked, kept(lease.id, RESIZE, signed)))
             with contextlib.suppress(TimedOut):
                 lease = await self.wait_until(lease.id, settled, RESIZE_TIMEOUT_S)
                 break
@@ -336,14 +334,14 @@ class Gangs(PoolDriver):
             )
         return lease
 
-    async def offer(self, lease: Lease, tenant: str) -> Lease:
+    async def offer(self, lease: Lease, tenant: str, signed: Signed | None = None) -> Lease:
         """Offer a lease to another tenant, or take the offer back ("")."""
         if tenant:
             self.machine.tenants.require(tenant)
-        await self.put(ForLease(lease.id, Offered(tenant)))
+        await self.put(ForLease(lease.id, Offered(tenant), kept(lease.id, OFFER, signed)))
         return await self.told(lease.id)
 
-    async def accept(self, lease: Lease, tenant: str) -> Lease:
+    async def accept(self, lease: Lease, tenant: str, signed: Signed | None = None) -> Lease:
         """Take a lease that was offered.
 
         Raises:
@@ -353,7 +351,7 @@ class Gangs(PoolDriver):
             raise Refused(
                 f"lease {lease.id} is not offered to {tenant}", f"its holder says: ibshell lease offer {lease.id}"
             )
-        await self.put(ForLease(lease.id, Accepted()))
+        await self.put(ForLease(lease.id, Accepted(), kept(lease.id, ACCEPT, signed)))
         return await self.wait_until(lease.id, lambda found: not found.next_tenant, END_TIMEOUT_S)
 
 

@@ -16,18 +16,21 @@ import msgspec
 
 from agent import clock as real_clock
 from agent import hub_views, links
-from agent.config import HubConfig
+from agent.config import HubConfig, trust_of
 from agent.gangs import Gangs
 from agent.ports import Clock, Dialler, Store
 from agent.runs import Runs
 from agent.witnessing import Witnessing
-from fedpool.errors import IbshellError, NotFound, StorageFailed, UsageError
+from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, StorageFailed, UsageError
+from fedpool.identity import requests
 from fedpool.identity.keys import parse_public
+from fedpool.identity.requests import Opened
 from fedpool.leasing.demand import nearest
 from fedpool.leasing.pool import TenantDropped, TenantSet
 from fedpool.leasing.requests import Cordon, Uncordon
+from fedpool.leasing.roles import require_role
 from fedpool.names import require_id
-from fedpool.records import Lease, Tenant
+from fedpool.records import Lease, Signed, Tenant
 from fedpool.transport import local, ssh
 from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
@@ -53,6 +56,7 @@ from fedpool.wire.messages import (
     ProofWanted,
     RecordsPage,
     RecordsWanted,
+    RunAgain,
     RunWanted,
     SeenCheckpoints,
     TenantNamed,
@@ -72,7 +76,7 @@ PASSED_ON: dict[str, tuple[type, type]] = {
     "ledger.seen": (LedgerAsked, SeenCheckpoints),
 }
 # They change nothing and end when the asker hangs up.
-READS = ("fed.events", "lease.list", "lease.show", "lease.wait", *PASSED_ON)
+READS = ("fed.events", "lease.foresee", "lease.list", "lease.show", "lease.wait", *PASSED_ON)
 
 
 class HubViewWanted(msgspec.Struct, frozen=True):
@@ -131,19 +135,35 @@ class Hub:
             )
         self._answers: Answers[asyncio.Task[object]] = Answers()
         self._tasks: asyncio.TaskGroup | None = None
-        self._methods = self._answered()
+        self._trust = trust_of(config)
+        self._methods = self._reads()
+        self._signed_methods = self._changes()
 
-    def _answered(self) -> dict[str, tuple[type, Callable[[Any], Any]]]:
-        """{method: (type of the body, what answers it)}."""
+    def _reads(self) -> dict[str, tuple[type, Callable[[Any], Any]]]:
+        """What is answered to whoever may connect: {method: (type of the body, what answers it)}."""
         return {
             "pool.status": (msgspec.Struct, lambda _: self._status()),
             "site.list": (msgspec.Struct, lambda _: hub_views.sites(self.gangs, self.links)),
             "node.list": (msgspec.Struct, lambda _: hub_views.nodes(self.gangs, self.links)),
             "gpu.list": (msgspec.Struct, lambda _: hub_views.gpus(self.gangs, self.links)),
-            "lease.request": (LeaseWanted, self._lease_request),
+            "lease.foresee": (LeaseWanted, self.gangs.foresee),
             "lease.list": (msgspec.Struct, lambda _: hub_views.leases(self.gangs, self.links)),
             "lease.show": (ById, lambda body: self.gangs.view(self.gangs.find(body.id))),
             "lease.wait": (LeaseAwaited, self._lease_wait),
+            "tenant.list": (msgspec.Struct, lambda _: hub_views.tenants(self.gangs)),
+            "tenant.show": (TenantNamed, lambda body: hub_views.tenant(self.gangs, body.name)),
+            **{method: (kind, self._passed_on(method, answer)) for method, (kind, answer) in PASSED_ON.items()},
+            "fed.list": (msgspec.Struct, lambda _: hub_views.runs(self.runs)),
+            "fed.show": (ById, lambda body: self.runs.view(self.runs.find(body.id))),
+            "fed.events": (EventsWanted, lambda b: self.runs.events(self.runs.find(b.id), b.after, b.wait_s)),
+            "fed.model": (ModelWanted, lambda b: self.runs.model(self.runs.find(b.id), b.round, b.offset, b.size)),
+            "fed.hub_view": (HubViewWanted, lambda b: self.runs.hub_view(self.runs.find(b.id), b.site)),
+        }
+
+    def _changes(self) -> dict[str, tuple[type, Callable[[Any, Signed | None], Any]]]:
+        """What has to be signed: {method: (type of the body, what answers it)}."""
+        return {
+            "lease.request": (LeaseWanted, self._lease_request),
             "lease.renew": (LeaseRenewal, self._lease_renew),
             "lease.release": (ById, self._lease_release),
             "lease.adopt": (ById, self._lease_adopt),
@@ -151,22 +171,13 @@ class Hub:
             "lease.resize": (LeaseSize, self._lease_resize),
             "lease.offer": (LeaseOffer, self._lease_offer),
             "lease.accept": (LeaseOffer, self._lease_accept),
-            "tenant.list": (msgspec.Struct, lambda _: hub_views.tenants(self.gangs)),
-            "tenant.show": (TenantNamed, lambda body: hub_views.tenant(self.gangs, body.name)),
             "tenant.set": (Tenant, self._tenant_set),
             "tenant.remove": (TenantNamed, self._tenant_remove),
-            "site.cordon": (CordonWanted, lambda body: self._cordon(body, True)),
-            "site.uncordon": (CordonWanted, lambda body: self._cordon(body, False)),
-            **{method: (kind, self._passed_on(method, answer)) for method, (kind, answer) in PASSED_ON.items()},
-            "upload": (Upload, self._upload),
+            "site.cordon": (CordonWanted, self._cordon),
+            "site.uncordon": (CordonWanted, self._uncordon),
             "fed.run": (RunWanted, self._fed_run),
-            "fed.list": (msgspec.Struct, lambda _: hub_views.runs(self.runs)),
-            "fed.show": (ById, lambda body: self.runs.view(self.runs.find(body.id))),
-            "fed.resume": (ById, lambda body: self.runs.resume(self.runs.find(body.id))),
-            "fed.stop": (ById, lambda body: self.runs.stop(self.runs.find(body.id))),
-            "fed.events": (EventsWanted, lambda b: self.runs.events(self.runs.find(b.id), b.after, b.wait_s)),
-            "fed.model": (ModelWanted, lambda b: self.runs.model(self.runs.find(b.id), b.round, b.offset, b.size)),
-            "fed.hub_view": (HubViewWanted, lambda b: self.runs.hub_view(self.runs.find(b.id), b.site)),
+            "fed.resume": (RunAgain, self._fed_resume),
+            "fed.stop": (ById, self._fed_stop),
         }
 
     async def run(self) -> None:
@@ -247,13 +258,7 @@ class Hub:
         log.info("lease %s is %s%s", lease.id, lease.state, f": {lease.reason}" if lease.reason else "")
 
     async def _answer(self, request: Request) -> object:
-        method = self._methods.get(request.method)
-        if method is None:
-            raise UsageError(
-                f"the hub does not know the method {request.method!r}", "is this command of a newer release?"
-            )
-        kind, answer = method
-        body = from_body(request.body or {}, kind, request.method) if kind is not msgspec.Struct else None
+        body, answer = self._understood(request)
         found = self._answers.find(request.key, request.method, body)
         if found is not None:
             return await asyncio.shield(found)
@@ -269,6 +274,45 @@ class Hub:
         self._answers.keep(request.key, request.method, body, task)
         task.add_done_callback(lambda done: self._done(request.key, done))
         return await asyncio.shield(task)
+
+    def _understood(self, request: Request) -> tuple[Any, Callable[[Any], Any]]:
+        """The body of a request, and what answers it.
+
+        Raises:
+            NotAuthorised: it has to be signed, and is not by somebody who may ask it.
+        """
+        if request.method in self._methods:
+            kind, answer = self._methods[request.method]
+            return from_body(request.body or {}, kind, request.method) if kind is not msgspec.Struct else None, answer
+        if request.method == "upload":
+            return from_body(request.body, Upload, request.method), self._upload
+        if request.method not in self._signed_methods:
+            raise UsageError(
+                f"the hub does not know the method {request.method!r}", "is this command of a newer release?"
+            )
+        kind, change = self._signed_methods[request.method]
+        if self._trust is None:
+            return from_body(request.body or {}, kind, request.method), lambda body: change(body, None)
+        signed = _signed(request)
+        now = self._clock.unix()
+        opened: Opened[Any] = requests.open_(signed, self._trust, request.method, kind, now)
+        requests.require_fresh(opened.payload, now)
+        require_role(request.method, opened.payload.principal, *self._concerned(request.method, opened.body))
+        return opened.body, lambda body: change(body, signed)
+
+    def _concerned(self, method: str, body: Any) -> tuple[str, str]:
+        """The tenant that a request names, and the one that holds what it is about."""
+        named = body.lease if isinstance(body, RunWanted | RunAgain) else body
+        tenant = getattr(named, "tenant", "")
+        if method.startswith("fed.") and method != "fed.run":
+            return tenant, self.runs.find(body.id).run.plan.tenant
+        if not method.startswith("lease.") or method in ("lease.request", "lease.accept", "lease.adopt"):
+            return tenant, ""
+        try:
+            return tenant, self.gangs.find(body.id).tenant
+        except NotFound:  # sites may hold one that this hub does not know
+            held = [lease for link in self.links.values() for lease in self.gangs.orphans(link.name)]
+            return tenant, next((lease.tenant for lease in held if lease.id == body.id), "")
 
     async def _durably(self, answer: Callable[[Any], Any], body: object) -> object:
         """An answer, or a refusal, that rests on nothing but what is durable."""
@@ -292,45 +336,43 @@ class Hub:
             self.config.name, os.getpid(), self._clock.now() - self._started, self.links, self.gangs, self.runs
         )
 
-    async def _lease_request(self, wanted: LeaseWanted) -> object:
-        if wanted.dry_run:
-            return self.gangs.foresee(wanted)
-        return self.gangs.view(await self.gangs.request(wanted))
+    async def _lease_request(self, wanted: LeaseWanted, signed: Signed | None) -> object:
+        return self.gangs.view(await self.gangs.request(wanted, signed))
 
     async def _lease_wait(self, wanted: LeaseAwaited) -> object:
         return self.gangs.view(await self.gangs.wait(self.gangs.find(wanted.id).id, wanted.state, wanted.wait_s))
 
-    async def _lease_renew(self, wanted: LeaseRenewal) -> object:
-        return self.gangs.view(await self.gangs.renew(self.gangs.find(wanted.id), wanted.duration_s))
+    async def _lease_renew(self, wanted: LeaseRenewal, signed: Signed | None) -> object:
+        return self.gangs.view(await self.gangs.renew(self.gangs.find(wanted.id), wanted.duration_s, signed))
 
-    async def _lease_release(self, wanted: ById) -> object:
+    async def _lease_release(self, wanted: ById, signed: Signed | None) -> object:
         try:
             lease = self.gangs.find(wanted.id)
         except NotFound:
             lease = await self.gangs.adopt(wanted.id)
-        return self.gangs.view(await self.gangs.end(lease, "released"))
+        return self.gangs.view(await self.gangs.end(lease, "released", signed))
 
-    async def _lease_adopt(self, wanted: ById) -> object:
+    async def _lease_adopt(self, wanted: ById, signed: Signed | None) -> object:
         return self.gangs.view(await self.gangs.adopt(wanted.id))
 
-    async def _lease_revoke(self, wanted: LeaseEnding) -> object:
+    async def _lease_revoke(self, wanted: LeaseEnding, signed: Signed | None) -> object:
         lease = self.gangs.find(wanted.id)
-        return self.gangs.view(await self.gangs.revoke(lease, wanted.reason, wanted.grace_s))
+        return self.gangs.view(await self.gangs.revoke(lease, wanted.reason, wanted.grace_s, signed))
 
-    async def _lease_resize(self, wanted: LeaseSize) -> object:
-        return self.gangs.view(await self.gangs.resize(self.gangs.find(wanted.id), wanted.gpus))
+    async def _lease_resize(self, wanted: LeaseSize, signed: Signed | None) -> object:
+        return self.gangs.view(await self.gangs.resize(self.gangs.find(wanted.id), wanted.gpus, signed))
 
-    async def _lease_offer(self, wanted: LeaseOffer) -> object:
-        return self.gangs.view(await self.gangs.offer(self.gangs.find(wanted.id), wanted.tenant))
+    async def _lease_offer(self, wanted: LeaseOffer, signed: Signed | None) -> object:
+        return self.gangs.view(await self.gangs.offer(self.gangs.find(wanted.id), wanted.tenant, signed))
 
-    async def _lease_accept(self, wanted: LeaseOffer) -> object:
-        return self.gangs.view(await self.gangs.accept(self.gangs.find(wanted.id), wanted.tenant))
+    async def _lease_accept(self, wanted: LeaseOffer, signed: Signed | None) -> object:
+        return self.gangs.view(await self.gangs.accept(self.gangs.find(wanted.id), wanted.tenant, signed))
 
-    async def _tenant_set(self, tenant: Tenant) -> object:
+    async def _tenant_set(self, tenant: Tenant, signed: Signed | None) -> object:
         await self.gangs.put(TenantSet(tenant))
         return hub_views.tenant(self.gangs, tenant.name)
 
-    async def _tenant_remove(self, wanted: TenantNamed) -> object:
+    async def _tenant_remove(self, wanted: TenantNamed, signed: Signed | None) -> object:
         view = hub_views.tenant(self.gangs, wanted.name)
         await self.gangs.put(TenantDropped(wanted.name))
         return view
@@ -345,11 +387,16 @@ class Hub:
             raise NotFound(f"no site {site!r}", nearest(site, self.links, "ibshell site list shows them"))
         return link
 
-    async def _cordon(self, wanted: CordonWanted, on: bool) -> CordonState:
-        link, what = self._link(wanted.site), wanted.what
-        term = self.gangs.term
-        event = Cordon(what, wanted.reason, term) if on else Uncordon(what, term)
-        state = await link.call("site.cordon" if on else "site.uncordon", event, CordonState)
+    async def _cordon(self, wanted: CordonWanted, signed: Signed | None) -> CordonState:
+        event = Cordon(wanted.what, wanted.reason, self.gangs.term, signed)
+        return await self._change_grants(wanted.site, "site.cordon", event)
+
+    async def _uncordon(self, wanted: CordonWanted, signed: Signed | None) -> CordonState:
+        return await self._change_grants(wanted.site, "site.uncordon", Uncordon(wanted.what, self.gangs.term, signed))
+
+    async def _change_grants(self, site: str, method: str, event: Cordon | Uncordon) -> CordonState:
+        link = self._link(site)
+        state = await link.call(method, event, CordonState)
         await link.describe()
         return state
 
@@ -371,11 +418,27 @@ class Hub:
             raise StorageFailed(f"the hub cannot keep an upload: {error.strerror}", "make room on its disk") from None
         return UploadState(path.stat().st_size)
 
-    async def _fed_run(self, wanted: RunWanted) -> object:
+    async def _fed_run(self, wanted: RunWanted, signed: Signed | None) -> object:
         path = self._upload_path(wanted.initial)
         if not path.exists():
             raise NotFound(f"no upload {wanted.initial}", "send the initial parameters first")
         try:
-            return await self.runs.create(wanted.plan, path)
+            return await self.runs.create(wanted, path, signed)
         finally:
             path.unlink()
+
+    async def _fed_resume(self, wanted: RunAgain, signed: Signed | None) -> object:
+        return await self.runs.resume(self.runs.find(wanted.id), wanted, signed)
+
+    async def _fed_stop(self, wanted: ById, signed: Signed | None) -> object:
+        return await self.runs.stop(self.runs.find(wanted.id))
+
+
+def _signed(request: Request) -> Signed:
+    try:
+        return from_body(request.body, Signed, request.method)
+    except PeerProtocolError:
+        raise NotAuthorised(
+            f"{request.method} has to be signed in this pool",
+            "join it with this release: ibshell pool join, or ibshell up on this machine",
+        ) from None

@@ -11,18 +11,11 @@ from agent.journal import Journal
 from agent.ledger import SiteLedger
 from agent.ports import Clock, Launcher, Store, instant
 from fedpool import __version__
-from fedpool.errors import IbshellError
-from fedpool.leasing.grants import (
-    CordonChanged,
-    EndProcesses,
-    GrantDecision,
-    GrantEntry,
-    LeaseChanged,
-    SiteGrants,
-    SiteLimits,
-    WarnProcesses,
-)
-from fedpool.leasing.recorded import CARRIED, lease_records, records_of
+from fedpool.errors import IbshellError, NotAuthorised
+from fedpool.leasing.entries import CordonChanged, GrantEntry, LeaseChanged
+from fedpool.leasing.gate import Gate, unsigned
+from fedpool.leasing.grants import EndProcesses, GrantDecision, SiteGrants, SiteLimits, WarnProcesses
+from fedpool.leasing.recorded import CARRIED, Refusals, lease_records, records_of, requested
 from fedpool.leasing.requests import Cordon, GrantEvent, LeaseEvent, Obey, ProcessesGone, Tick, Uncordon
 from fedpool.ledger.records import Record
 from fedpool.names import mark_of
@@ -51,6 +44,7 @@ class SiteLeases:
         clock: the machine's.
         launcher: ends and warns processes.
         ledger: the site's.
+        gate: what it obeys; None where the hub is believed.
     """
 
     def __init__(
@@ -63,6 +57,7 @@ class SiteLeases:
         clock: Clock,
         launcher: Launcher,
         ledger: SiteLedger,
+        gate: Gate | None = None,
     ) -> None:
         machine = SiteGrants(site, inventory, limits)
         self._journal = Journal(store, STREAM, GrantEntry, machine, _replaced, self._resumed, self._begin)
@@ -71,6 +66,8 @@ class SiteLeases:
         self._clock = clock
         self._launcher = launcher
         self._ledger = ledger
+        self._gate = gate
+        self._refusals = Refusals()
         self._wake = asyncio.Event()
         self._guarded: set[str] = set()  # leases under which something was started
         self._tasks: set[asyncio.Task[None]] = set()
@@ -187,15 +184,41 @@ class SiteLeases:
 
     async def _step(self, event: GrantEvent) -> GrantDecision:
         await self._journal.settle()
+        event, shown = await self._admitted(event)
         decision = self.machine.step(event, self._clock.now())
-        await self._commit(decision, answered=not isinstance(event, Tick | ProcessesGone))
+        await self._commit(decision, shown, answered=not isinstance(event, Tick | ProcessesGone))
         return decision
 
-    async def _commit(self, decision: GrantDecision, *, answered: bool = False) -> None:
+    async def _admitted(self, event: GrantEvent) -> tuple[GrantEvent, list[Record]]:
+        """An event as it may be obeyed, and what the ledger says about who has signed it.
+
+        Raises:
+            NotAuthorised: nobody with the right to it has; that is recorded.
+        """
+        if self._gate is None:
+            return unsigned(event), []
+        about = getattr(event, "lease", "")
+        lease = self.machine.leases.get(about)
+        try:
+            event, shown = self._gate.admit(event, lease, self.machine.asked_ms, self._clock.unix(), self._clock.now())
+        except NotAuthorised as error:
+            await self.refused(type(event).__struct_config__.tag, about, error)
+            raise
+        return event, [requested(about, signed) for signed in shown]
+
+    async def refused(self, asked: object, lease: str, error: NotAuthorised) -> None:
+        """Record what nobody with the right to it had signed."""
+        log.warning("refused: %s", error)
+        record = self._refusals.record(str(asked), lease, error.message, self._clock.now())
+        if record is not None:
+            await self._journal.write((), lambda _: self._ledger.wrote(), self._ledger.at([record]))
+
+    async def _commit(self, decision: GrantDecision, shown: Sequence[Record] = (), *, answered: bool = False) -> None:
         """Fold what was decided at once, so that the next decision builds on it; say and do nothing before it is durable."""
-        records: list[Record] = []
+        records: list[Record] = list(shown) if decision.entries else []
+        trust = self._gate.trust if self._gate is not None else None
         for entry in decision.entries:
-            records += records_of(self.machine.leases, entry, self._clock.now(), __version__)
+            records += records_of(self.machine.leases, entry, self._clock.now(), __version__, trust)
             self.machine.apply(entry)
         written = self._ledger.at(records)
         await self._journal.write(

@@ -309,7 +309,8 @@ class PoolDriver:
         """
         link = self._links[site]
         try:
-            return await link.call(f"lease.{type(what).__struct_config__.tag}", what, SiteLease, timeout_s)
+            asked = self.machine.requests.shown(what)
+            return await link.call(f"lease.{type(what).__struct_config__.tag}", asked, SiteLease, timeout_s)
         except (TimedOut, StaleToken):
             self._begin(self._look_again(link))
             raise

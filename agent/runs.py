@@ -45,17 +45,19 @@ from fedpool.federation.rounds import (
     RunResumed,
 )
 from fedpool.leasing import lease as life
-from fedpool.records import Part
+from fedpool.names import require_id
+from fedpool.records import Part, Signed
 from fedpool.secagg.manifest import Manifest, Participant
 from fedpool.transport.bulk import Source
 from fedpool.wire.bulk import object_id
 from fedpool.wire.messages import (
     Events,
     HubView,
-    LeaseWanted,
     ModelPiece,
     Nothing,
+    RunAgain,
     RunView,
+    RunWanted,
     TaskEnded,
     TaskWanted,
 )
@@ -189,34 +191,48 @@ class Runs:
             sites,
             run.reason,
             run.history,
+            list(run.requests.values())[-1] if run.requests else None,
         )
 
     def views(self) -> list[RunView]:
         """All runs, oldest first."""
         return [self.view(live) for live in self._live.values()]
 
-    async def create(self, text: str, initial: Path) -> RunView:
-        """Start a run from a plan and its initial parameters.
+    async def create(self, wanted: RunWanted, initial: Path, signed: Signed | None = None) -> RunView:
+        """Start a run from a plan and its initial parameters, with what was signed about it.
 
         Raises:
             PlanError, UsageError: they cannot be used.
         """
-        plan = plans.parse(text)
+        plan = plans.parse(wanted.plan)
         with files.mapped(initial) as mapped:
             layout = parameters.layout(mapped, f"the initial parameters {plan.initial!r}")
             digest = hashlib.sha256(mapped.data if mapped.size else b"").hexdigest()
+        if wanted.lease is not None and wanted.lease.tenant != plan.tenant:
+            raise UsageError(f"a lease of {wanted.lease.tenant} for a plan of {plan.tenant}")
         if not layout.parameters:
             raise UsageError(f"the initial parameters {plan.initial!r} hold no tensor of floating point")
-        run = Run(secrets.token_hex(4), plan)
+        run = Run(self._new_id(wanted), plan)
         live = _Live(run, self._directory / run.id)
         live.directory.mkdir(parents=True, mode=0o700)
         shutil.copyfile(initial, live.model(0))
-        await self._record(live, RunCreated(run.id, text, digest))
+        await self._record(live, RunCreated(run.id, wanted.plan, digest, wanted.lease, signed))
         self._live[run.id] = live
         self._drive(live)
         return self.view(live)
 
-    async def resume(self, live: _Live) -> RunView:
+    def _new_id(self, wanted: RunWanted) -> str:
+        """The run's id: as chosen by who asks, if nothing has it.
+
+        Raises:
+            Refused: there is such a run.
+        """
+        new = require_id(wanted.id, "run") if wanted.id else secrets.token_hex(4)
+        if new in self._live:
+            raise Refused(f"run {new} is there already", "ask again: a new id is taken")
+        return new
+
+    async def resume(self, live: _Live, again: RunAgain, signed: Signed | None = None) -> RunView:
         """Go on with a run that failed, was stopped, or whose hub restarted.
 
         Raises:
@@ -227,13 +243,13 @@ class Runs:
                 f"run {live.run.id} is going on in round {live.run.next_round}",
                 f"watch it: ibshell fed show {live.run.id} --watch",
             )
-        if live.state == "interrupted":
-            live.tell("resumed")
-        else:
+        was_over = live.run.is_over
+        if was_over:
             live.run.may_resume()
-            await self._record(live, RunResumed())
+        await self._record(live, RunResumed(again.lease, signed))
+        if was_over:
             live.round = None
-            live.tell("resumed")
+        live.tell("resumed")
         self._drive(live)
         return self.view(live)
 
@@ -311,18 +327,9 @@ class Runs:
             if held.state in life.FINAL and live.round is not None:
                 raise Refused(f"lease {held.id} is {held.state}: {held.reason}", "ibshell fed resume takes a new one")
         plan = run.plan
-        names = plan.sites if isinstance(plan.sites, list) else list(run.sites)
         live.tell("leasing", sites=plan.cohort, gpus=plan.cohort * plan.gpus_per_site)
-        wanted = LeaseWanted(
-            tenant=plan.tenant,
-            gpus=plan.cohort * plan.gpus_per_site,
-            duration_s=plan.lease_s,
-            sites=plan.cohort,
-            site_names=names,
-            gpu_type=plan.gpu_type,
-            id=self._lease_id(run.id),
-        )
-        lease = await self._gangs.request(wanted)
+        wanted = run.wanted or plan.lease_wanted(self._lease_id(run.id), run.sites)
+        lease = await self._gangs.request(wanted, run.requests.get(wanted.id))
         await self._record(live, RunLeased(lease.id, tuple(sorted(part.site for part in lease.parts))))
         live.tell("leased", lease=lease.id, sites=len(lease.parts), gpus=lease.gpus)
         return lease.id
@@ -460,6 +467,7 @@ class Runs:
     async def _start_program(self, run: Run, part: Part, lease: str, problems: dict[str, IbshellError]) -> None:
         token = part.grants[0].token
         wanted = TaskWanted(run.id, lease, token, run.plan.program, plans.digest(run.plan_text), run.plan.config)
+        wanted = msgspec.structs.replace(wanted, request=run.requests.get(lease))
         try:
             await self._links[part.site].call("task.start", wanted, Nothing)
         except IbshellError as error:

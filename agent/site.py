@@ -14,7 +14,7 @@ from typing import Any
 from agent import clock as real_clock
 from agent import files
 from agent.backoff import LAST_S, delay
-from agent.config import SiteConfig
+from agent.config import SiteConfig, trust_of
 from agent.launchers.launcher import LocalLauncher
 from agent.leases import SiteLeases
 from agent.ledger import SiteLedger
@@ -24,9 +24,11 @@ from agent.programs import Task
 from agent.site_rounds import SiteRounds
 from agent.witness import Witness
 from fedpool import __version__
-from fedpool.errors import IbshellError, NotFound, StorageFailed, Unreachable, UsageError
+from fedpool.errors import IbshellError, NotAuthorised, NotFound, StorageFailed, Unreachable, UsageError
+from fedpool.federation import plan as plans
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
 from fedpool.identity.keys import parse_public
+from fedpool.leasing.gate import Gate
 from fedpool.leasing.requests import (
     Abort,
     Commit,
@@ -115,8 +117,10 @@ class SiteAgent:
         self.ledger = SiteLedger(config.name, self.identity, store, clock, peers, self._grew)
         self._witness = Witness(peers, self.identity, self.ledger, store, clock)
         launcher = launcher or LocalLauncher()
+        trust = trust_of(config)
+        self._gate = None if trust is None else Gate(config.name, trust, self._inventory.devices())
         self.leases = SiteLeases(
-            config.name, self._inventory, config.policy, store, self._changed, clock, launcher, self.ledger
+            config.name, self._inventory, config.policy, store, self._changed, clock, launcher, self.ledger, self._gate
         )
         self._rounds = SiteRounds(
             SitePolicy(config.name, self.identity.public, peers, config.minimum_cohort),
@@ -331,6 +335,7 @@ class SiteAgent:
     async def _start_task(self, wanted: TaskWanted) -> Nothing:
         require_id(wanted.run, "run")
         async with self.leases.binding(wanted.lease, wanted.token) as lease:
+            await self._require_signed(wanted, lease)
             current = self._tasks.get(wanted.run)
             if current is not None and not current.failure:
                 return Nothing()
@@ -344,6 +349,19 @@ class SiteAgent:
             self._tasks[wanted.run] = task
             log.info("run %s: program %s started under lease %s", wanted.run, task.pid, wanted.lease)
             return Nothing()
+
+    async def _require_signed(self, wanted: TaskWanted, lease: SiteLease) -> None:
+        """A program is started only as the request says that its lease rests on."""
+        if self._gate is None:
+            return
+        try:
+            text = self._gate.plan(wanted.request, lease, wanted.run)
+            plan = plans.parse(text)
+            if (plan.program, plan.config, plans.digest(text)) != (wanted.program, wanted.config, wanted.plan):
+                raise NotAuthorised(f"run {wanted.run} with another plan or program than was signed")
+        except NotAuthorised as error:
+            await self.leases.refused("task.start", wanted.lease, error)
+            raise
 
     async def _stop_task(self, ended: TaskEnded) -> Nothing:
         require_id(ended.run, "run")

@@ -167,6 +167,30 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     milli: int = WHOLE_MILLI
 
 
+class Signed(msgspec.Struct, frozen=True):
+    """A request as it travels: the bytes that are signed and the SSHSIG over them, not armoured.
+
+    `fedpool.identity.requests` says what is in it.
+    """
+
+    payload: bytes
+    signature: bytes
+
+
+class Mandate(msgspec.Struct, frozen=True, array_like=True):
+    """Which signed request a lease at a site rests on.
+
+    Attributes:
+        request: its digest; see `fedpool.leasing.gate.digest`.
+        asked_ms: when the latest request that the site obeyed for this lease was signed; an older one is obeyed no more.
+        until: CLOCK_BOOTTIME until which the request could be shown again; so long the lease is remembered.
+    """
+
+    request: str
+    asked_ms: int
+    until: float
+
+
 class SiteLease(msgspec.Struct, frozen=True, omit_defaults=True):
     """A lease as the site that granted it knows it.
 
@@ -183,6 +207,7 @@ class SiteLease(msgspec.Struct, frozen=True, omit_defaults=True):
         notice: why it will end at its deadline and cannot be renewed, or "".
         next_tenant: to whom it goes once its processes are gone, or "".
         version: grows with every change, so that of two reports the newer is known whatever way they came.
+        mandate: what it rests on, where requests are signed.
     """
 
     id: LeaseId
@@ -198,6 +223,7 @@ class SiteLease(msgspec.Struct, frozen=True, omit_defaults=True):
     notice: str = ""
     next_tenant: str = ""
     version: int = 0
+    mandate: Mandate | None = None
 
     @property
     def token(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedpool.errors import IntegrityError, NotFound, Refused, StorageFailed
+from fedpool.leasing.coverage import CoverageState
 from fedpool.leasing.recorded import ReplayState
 from fedpool.ledger import merkle, notes, tiles
 from fedpool.ledger.verification import Verified, read_checkpoint
@@ -149,7 +150,7 @@ class Exported:
     def require_consistent(self, old: int, old_root: bytes, size: int, root: bytes) -> None:
         """Files are verified from their first record on, which leaves nothing to be shown."""
 
-    def remember(self, verified: Verified, replayed: ReplayState) -> None:
+    def remember(self, verified: Verified, replayed: ReplayState, covered: CoverageState) -> None:
         """Nothing is remembered of files."""
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from fedpool.client.connection import Connection
 from fedpool.errors import IntegrityError, NotAuthorised, NotFound
+from fedpool.leasing.coverage import CoverageState
 from fedpool.leasing.recorded import ReplayState
 from fedpool.ledger import merkle, notes
 from fedpool.ledger.verification import Verified, read_checkpoint
@@ -34,11 +35,13 @@ class Seen(msgspec.Struct):
         key: that signs it, in the form of c2sp.org's notes.
         verified: how far its records were verified.
         replayed: how far they were replayed, the same records.
+        covered: what was signed of what they granted.
     """
 
     key: str
     verified: Verified
     replayed: ReplayState
+    covered: CoverageState = msgspec.field(default_factory=CoverageState)
 
 
 class Ledger:
@@ -108,9 +111,9 @@ class Ledger:
         proof = self._connection.call("ledger.proof", asked, LedgerProof).hashes if 0 < old < size else []
         merkle.require_consistency(old, size, old_root, root, proof)
 
-    def remember(self, verified: Verified, replayed: ReplayState) -> None:
+    def remember(self, verified: Verified, replayed: ReplayState, covered: CoverageState) -> None:
         """Keep how far it was verified, for the next time."""
-        self.seen = Seen(self.key.line(), verified, replayed)
+        self.seen = Seen(self.key.line(), verified, replayed, covered)
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = self._path.with_suffix(".new")
         temporary.write_bytes(msgspec.json.encode(self.seen))

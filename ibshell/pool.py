@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from fedpool.errors import Failed, IbshellError, Refused, TimedOut, Unreachable
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.wire.messages import Listing, Nothing
 from ibshell import settings
+from ibshell.signing import PoolSigner
 
 START_TIMEOUT_S = 60.0
 START_SITE_S = 0.2  # more for every site
@@ -98,6 +100,7 @@ class LocalPool:
         shutil.rmtree(self.directory, ignore_errors=True)
         hub = self.directory / "hub"
         hub_key = public_line(Identity.create(hub / "identity").public)
+        trusted = self._found()
         ports = free_ports(len(sites) + 1)
         keys = {
             site.name: public_line(Identity.create(self.site_directory(site.name) / "identity").public)
@@ -106,6 +109,7 @@ class LocalPool:
         lines = [
             f"name = {_toml(self.name)}",
             f"socket = {_toml(str(self.socket))}",
+            *trusted,
             f'listen_sites = "127.0.0.1:{ports[-1]}"',
         ]
         for position, site in enumerate(sites):
@@ -117,6 +121,7 @@ class LocalPool:
                 f"name = {_toml(site.name)}",
                 f"socket = {_toml(str(self.sockets / f'{site.name}.sock'))}",
                 f"hub_key = {_toml(hub_key)}",
+                *trusted,
                 f'hub = "127.0.0.1:{ports[-1]}"' if dials_out else f"listen = {_toml(address)}",
                 'data = "data"',
                 f"minimum_cohort = {min(3, len(sites))}" if len(sites) > 1 else "minimum_cohort = 2",
@@ -130,6 +135,33 @@ class LocalPool:
             (self.site_directory(site.name) / "data").mkdir()
             (self.site_directory(site.name) / "site.toml").write_text("\n".join(own) + "\n")
         (hub / "hub.toml").write_text("\n".join(lines) + "\n")
+
+    def _found(self) -> list[str]:
+        """Make the pool's certificate authority and this user's key; returns what every configuration says of the pool."""
+        import hashlib
+
+        from fedpool.identity.keys import public_line
+        from fedpool.transport.identity import Identity
+
+        authority = Identity.create(self.directory / "authority" / "identity").public
+        Identity.create(self.directory / "client" / "identity")
+        pool = f"{self.name}@{hashlib.sha256(authority).hexdigest()[:12]}"
+        trusted = [f"pool = {_toml(pool)}", f"authorities = [{_toml(public_line(authority))}]"]
+        (self.directory / "client" / "pool.toml").write_text("\n".join(trusted) + "\n")
+        return trusted
+
+    def signer(self) -> PoolSigner | None:
+        """This user's signer; None for a pool of an earlier release, which does not ask for signatures."""
+        try:
+            about = tomllib.loads((self.directory / "client" / "pool.toml").read_text())
+        except FileNotFoundError:
+            return None
+        return PoolSigner(
+            about["pool"],
+            about["authorities"],
+            self.directory / "client" / "identity",
+            self.directory / "authority" / "identity",
+        )
 
     def site_names(self) -> list[str]:
         """The pool's sites."""
@@ -237,7 +269,7 @@ class LocalPool:
             Unreachable: no pool runs.
         """
         try:
-            return connect(self.socket)
+            hub = connect(self.socket)
         except Unreachable as error:
             if self.processes():
                 raise Unreachable(
@@ -247,6 +279,8 @@ class LocalPool:
                 f"no pool {self.name!r} is running on this machine",
                 "start one: ibshell up   (or name another: IBSHELL_POOL=ssh://HOST:PORT)",
             ) from error
+        hub.signer = self.signer()
+        return hub
 
 
 _libc = ctypes.CDLL(None)

@@ -6,10 +6,13 @@ import os
 import socket
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fedpool.errors import IbshellError, NotAuthorised, PeerProtocolError, TimedOut, Unreachable
 from fedpool.wire.session import Ready, Response, Session, from_body
+
+if TYPE_CHECKING:
+    from fedpool.identity.requests import RequestSigner
 
 Answer = TypeVar("Answer")
 READ_BYTES = 256 * 1024
@@ -43,7 +46,12 @@ class Connection:
         role: client or program.
         name: who speaks.
         where: what to call the other end in messages.
+
+    Attributes:
+        signer: signs what changes something; None where the pool does not ask for that.
     """
+
+    signer: RequestSigner | None = None
 
     def __init__(self, pipe: Pipe, role: str, name: str, where: str) -> None:
         self._pipe = pipe

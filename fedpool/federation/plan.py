@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from fedpool.secagg import encoding
 from fedpool.secagg.manifest import default_threshold
 from fedpool.toml import TomlText
 from fedpool.units import parse_duration
+from fedpool.wire.messages import LeaseWanted
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,6 +74,28 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def lease_s(self) -> float:
         """Length of the lease, seconds."""
         return parse_duration(self.lease)
+
+    def lease_wanted(self, lease: str, sites: Sequence[str] = ()) -> LeaseWanted:
+        """What is leased for it.
+
+        Args:
+            lease: id.
+            sites: where it runs already, for a run that goes on.
+        """
+        return LeaseWanted(
+            tenant=self.tenant,
+            gpus=self.cohort * self.gpus_per_site,
+            duration_s=self.lease_s,
+            sites=self.cohort,
+            site_names=list(sites) or (self.sites if isinstance(self.sites, list) else []),
+            gpu_type=self.gpu_type,
+            id=lease,
+        )
+
+    @property
+    def longest_s(self) -> float:
+        """How long it may take at most, seconds: every round up to its deadline, and the lease that is left then."""
+        return self.rounds * self.deadline_s + self.lease_s
 
     def threshold_for(self, cohort: int) -> int:
         """Shares needed with this many sites; never under half, which the protocol forbids."""

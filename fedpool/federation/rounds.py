@@ -16,14 +16,23 @@ import msgspec
 
 from fedpool.errors import Refused
 from fedpool.federation.plan import Plan
+from fedpool.records import Signed
+from fedpool.wire.messages import LeaseWanted
 
 
 class RunCreated(msgspec.Struct, frozen=True, tag="run.created"):
-    """A run exists. Durable before anything is leased."""
+    """A run exists. Durable before anything is leased.
+
+    Attributes:
+        lease: what is to be leased for it, where that was signed.
+        signed: what was.
+    """
 
     run: str
     plan_text: str
     model: str
+    lease: LeaseWanted | None = None
+    signed: Signed | None = None
 
 
 class RunLeased(msgspec.Struct, frozen=True, tag="run.leased"):
@@ -76,7 +85,10 @@ class RunEnded(msgspec.Struct, frozen=True, tag="run.ended"):
 
 
 class RunResumed(msgspec.Struct, frozen=True, tag="run.resumed"):
-    """Somebody resumed it."""
+    """Somebody resumed it; the lease is for the case that the old one is over."""
+
+    lease: LeaseWanted | None = None
+    signed: Signed | None = None
 
 
 RunEntry: TypeAlias = (
@@ -95,6 +107,8 @@ class Run:
         manifest: encoding of the attempt in progress, or b"".
         journal: events of the attempt in progress.
         history: summaries of the finished rounds.
+        wanted: what is to be leased for it next, where that was signed.
+        requests: {lease: what was signed}.
     """
 
     def __init__(self, run: str, plan: Plan) -> None:
@@ -112,12 +126,15 @@ class Run:
         self.manifest = b""
         self.journal: list[bytes] = []
         self.history: list[dict[str, Any]] = []
+        self.wanted: LeaseWanted | None = None
+        self.requests: dict[str, Signed] = {}
 
     def apply(self, entry: RunEntry) -> None:
         """Fold one durable entry into the state."""
         match entry:
             case RunCreated():
                 self.plan_text, self.model = entry.plan_text, entry.model
+                self._signed(entry)
             case RunLeased():
                 self.state, self.lease, self.sites = "leased", entry.lease, entry.sites
             case RoundOpened():
@@ -136,6 +153,12 @@ class Run:
                 self.state, self.reason = entry.state, entry.reason
             case RunResumed():
                 self.state, self.reason = "leased" if self.lease else "created", ""
+                self._signed(entry)
+
+    def _signed(self, entry: RunCreated | RunResumed) -> None:
+        if entry.lease is not None and entry.signed is not None:
+            self.wanted = entry.lease
+            self.requests[entry.lease.id] = entry.signed
 
     @property
     def is_over(self) -> bool:

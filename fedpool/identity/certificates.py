@@ -1,7 +1,7 @@
 """OpenSSH certificates (PROTOCOL.certkeys): who vouches for a key, as what, and until when.
 
-The principals of a user certificate are roles: `operator`, `auditor`, `tenant/NAME`, and `hub` for the hub towards the sites.
-Those of a host certificate are `hub` and `site/NAME`.
+The principals of a user certificate are the roles in which its holder may ask: `operator`, `auditor`, `tenant/NAME`, and `hub` for
+the hub towards the sites. Those of a host certificate are `hub` and `site/NAME`.
 """
 
 import base64
@@ -19,11 +19,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedpool.errors import UsageError
-from fedpool.names import NAME, RULE
+from fedpool.identity.principals import require_principal
 
 USER, HOST = "user", "host"
 CERTIFICATE_TYPE = "ssh-ed25519-cert-v01@openssh.com"
-OPERATOR, AUDITOR, HUB = "operator", "auditor", "hub"
 BLOB_BYTES_MAX = 8192
 # A certificate holds from so much earlier on, for clocks that are behind.
 BACKDATED_S = 120
@@ -59,30 +58,6 @@ class Certificate(msgspec.Struct, frozen=True):
     def line(self) -> str:
         """As a file `…-cert.pub` has it."""
         return f"{CERTIFICATE_TYPE} {base64.b64encode(self.blob).decode()}"
-
-
-def tenant_principal(tenant: str) -> str:
-    """The role of a tenant's members."""
-    return f"tenant/{tenant}"
-
-
-def site_principal(site: str) -> str:
-    """The role of a site's agent."""
-    return f"site/{site}"
-
-
-def require_principal(principal: str) -> str:
-    """A role that exists.
-
-    Raises:
-        UsageError: it does not.
-    """
-    kind, _, name = principal.partition("/")
-    if principal in (OPERATOR, AUDITOR, HUB) or (kind in ("tenant", "site") and NAME.fullmatch(name)):
-        return principal
-    raise UsageError(
-        f"{principal[:80]!r} is no role", f"operator, auditor, hub, tenant/NAME or site/NAME; a name is {RULE}"
-    )
 
 
 def issue(

@@ -13,6 +13,7 @@ from fedpool.errors import NotAuthorised, UsageError
 from fedpool.identity import certificates, sshsig
 from fedpool.identity.certificates import Certificate
 from fedpool.identity.trust import Trust
+from fedpool.records import Signed
 
 NAMESPACE = "request@ibshell"
 FORMAT = 1
@@ -21,13 +22,6 @@ PAYLOAD_BYTES_MAX = 256 * 1024
 SKEW_S = 300.0
 
 Body = TypeVar("Body")
-
-
-class Signed(msgspec.Struct, frozen=True):
-    """A request as it travels: the payload's bytes and the SSHSIG over them, not armoured."""
-
-    payload: bytes
-    signature: bytes
 
 
 class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +71,18 @@ class RequestSigner(Protocol):
 
         Raises:
             NotAuthorised: this signer may not act as that.
+        """
+        ...
+
+    def trust(self) -> Trust:
+        """Whom it believes."""
+        ...
+
+    def signed_plan(self, signed: Signed, tenant: str) -> str:
+        """The plan in a request for a run that somebody of a tenant has signed.
+
+        Raises:
+            NotAuthorised: it was not, or for another pool.
         """
         ...
 

@@ -4,8 +4,9 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from fedpool.errors import NotFound, UsageError
-from fedpool.records import PRIORITIES, WHOLE_MILLI, Demand
+from fedpool.records import PRIORITIES, WHOLE_MILLI, Demand, Device, Shape
 from fedpool.units import format_duration
+from fedpool.wire.messages import LeaseWanted
 
 DURATION_MAX_S = 365 * 86400.0
 GPUS_MAX = 1_000_000
@@ -15,6 +16,30 @@ def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
     """A hint for a name that is not known: the nearest that is, or `otherwise`."""
     near = get_close_matches(name, list(known), 1, 0.5)
     return f"did you mean {near[0]}?" if near else otherwise
+
+
+def shape_of(wanted: LeaseWanted, devices: tuple[str, ...] = ()) -> Shape:
+    """Which devices a request is for.
+
+    Args:
+        wanted: the request.
+        devices: those it names, by UUID.
+    """
+    return Shape(
+        kinds=tuple(wanted.gpu_type.split(",")) if wanted.gpu_type else (),
+        memory_min_bytes=wanted.memory_min_bytes,
+        memory_max_bytes=wanted.memory_max_bytes,
+        milli=wanted.milli,
+        devices=devices,
+        same_leaf=wanted.same_leaf,
+        spread=wanted.spread,
+        avoid=tuple(wanted.avoid),
+    )
+
+
+def is_named(device: Device, site: str, name: str) -> bool:
+    """Whether a name is a device's: its UUID, or SITE:NODE/INDEX."""
+    return name in (device.uuid, f"{site}:{device.node}/{device.label}")
 
 
 def rank(priority: str) -> int:

@@ -21,6 +21,15 @@ import msgspec
 
 from fedpool.errors import Insufficient, NotFound, Recovering, Refused, StaleToken, UsageError
 from fedpool.leasing import lease as life
+from fedpool.leasing.entries import (
+    CordonChanged,
+    GrantEntry,
+    LeaseChanged,
+    LeasesForgotten,
+    Restarted,
+    SiteState,
+    TermObeyed,
+)
 from fedpool.leasing.requests import (
     Abort,
     Commit,
@@ -51,54 +60,6 @@ AGAIN_S = 1.0
 # A lease that is over is remembered so long, for requests that are repeated and hubs that were away, and at most so many.
 REMEMBER_S = 3600.0
 REMEMBER_MAX = 10_000
-
-
-class LeaseChanged(msgspec.Struct, frozen=True, tag="lease.changed"):
-    """A lease took a new state; the whole record, so that the fold is an assignment."""
-
-    lease: SiteLease
-    epoch: int
-    term: int
-
-
-class LeasesForgotten(msgspec.Struct, frozen=True, tag="leases.forgotten"):
-    """Leases that have been over for long are no longer remembered."""
-
-    ids: tuple[str, ...]
-
-
-class CordonChanged(msgspec.Struct, frozen=True, tag="cordon.changed"):
-    """Something may be granted no longer, or again (reason None)."""
-
-    what: str
-    reason: str | None
-    term: int
-
-
-class TermObeyed(msgspec.Struct, frozen=True, tag="term.obeyed"):
-    """A hub of this term has connected."""
-
-    term: int
-
-
-class Restarted(msgspec.Struct, frozen=True, tag="site.restarted"):
-    """The agent started: epochs jump; after a reboot of the machine its clock began anew and deadlines shift with it."""
-
-    epoch: int
-    shift_s: float
-    boot: str
-
-
-class SiteState(msgspec.Struct, frozen=True, tag="site.state"):
-    """Everything at once: a snapshot."""
-
-    leases: tuple[SiteLease, ...]
-    cordons: dict[str, str]
-    epoch: int
-    term: int
-
-
-GrantEntry: TypeAlias = LeaseChanged | LeasesForgotten | CordonChanged | TermObeyed | Restarted | SiteState
 
 
 class EndProcesses(msgspec.Struct, frozen=True):
@@ -143,6 +104,7 @@ class SiteGrants:
         recovering: whether entries and process scan have not yet been reconciled; nothing is granted meanwhile.
         used: {UUID: thousandths taken}.
         cordons: {node, UUID or "" for the site: why nothing new is granted there}.
+        asked_ms: when the latest change of a cordon that was obeyed was signed.
     """
 
     def __init__(self, site: str, inventory: Inventory, limits: SiteLimits | None = None) -> None:
@@ -155,6 +117,7 @@ class SiteGrants:
         self.used: dict[str, int] = {}
         self.epoch = 0
         self.term = 0
+        self.asked_ms = 0
         self.recovering = True
         self._suited: dict[Shape, list[Device]] = {}  # of shapes that were asked for lately
         self._by_uuid = {device.uuid: device for device in self.devices}
@@ -175,6 +138,7 @@ class SiteGrants:
                     self._over.pop(lease_id, None)
             case CordonChanged():
                 self.term = max(self.term, entry.term)
+                self.asked_ms = max(self.asked_ms, entry.asked_ms)
                 if entry.reason is None:
                     self.cordons.pop(entry.what, None)
                 else:
@@ -185,14 +149,12 @@ class SiteGrants:
                 self.epoch = max(self.epoch, entry.epoch)
                 if entry.shift_s:
                     for lease in list(self.leases.values()):
-                        self.leases[lease.id] = msgspec.structs.replace(
-                            lease, deadline=lease.deadline + entry.shift_s, leave_by=lease.leave_by + entry.shift_s
-                        )
+                        self.leases[lease.id] = _shifted(lease, entry.shift_s)
                     self._due = sorted((time, lease.id) for lease in self.leases.values() for time in _times(lease))
             case SiteState():
                 self.leases, self.used, self._due, self.cordons = {}, {}, [], dict(entry.cordons)
                 self._over = {}
-                self.epoch, self.term = entry.epoch, entry.term
+                self.epoch, self.term, self.asked_ms = entry.epoch, entry.term, entry.asked_ms
                 for lease in entry.leases:
                     self._put(lease)
 
@@ -215,7 +177,7 @@ class SiteGrants:
 
     def state(self) -> SiteState:
         """A snapshot: folding it alone gives this state."""
-        return SiteState(tuple(self.leases.values()), dict(self.cordons), self.epoch, self.term)
+        return SiteState(tuple(self.leases.values()), dict(self.cordons), self.epoch, self.term, self.asked_ms)
 
     def check(self) -> None:
         """Assert the invariants: no device beyond its whole, no token above the epoch, counts as the leases say."""
@@ -379,6 +341,7 @@ class SiteGrants:
             attempt=event.attempt,
             shape=event.shape,
             version=known.version + 1 if known is not None else 1,
+            mandate=event.mandate,
         )
         return self._change(lease, term=event.term, epoch=epoch)
 
@@ -459,7 +422,10 @@ class SiteGrants:
             raise Refused(f"lease {lease.id} at {self.site} has expired")
         if lease.state == "active" and lease.notice:
             raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice}", "ask for a new one")
-        return self._change(self._moved(lease, "renew", deadline=now + _guarded(event.duration_s)), term=event.term)
+        moved = self._moved(
+            lease, "renew", deadline=now + _guarded(event.duration_s), mandate=event.mandate or lease.mandate
+        )
+        return self._change(moved, term=event.term)
 
     def _resize(self, event: Resize, now: float) -> GrantDecision:
         lease = self._find(event.lease)
@@ -486,8 +452,9 @@ class SiteGrants:
         except (Insufficient, Refused):
             return self._change(self._moved(lease, "resize"), term=event.term)
         epoch = self.epoch + 1
+        mandate = event.mandate or lease.mandate
         grants = (*lease.grants, *(Grant(device.uuid, epoch, lease.shape.milli) for device in more))
-        return self._change(self._moved(lease, "resize", grants=grants), term=event.term, epoch=epoch)
+        return self._change(self._moved(lease, "resize", grants=grants, mandate=mandate), term=event.term, epoch=epoch)
 
     def _notify(self, event: Notify, now: float) -> GrantDecision:
         lease = self._find(event.lease)
@@ -503,7 +470,7 @@ class SiteGrants:
             return Decision(replies=(lease,))
         if lease.notice:
             raise Refused(f"lease {lease.id} at {self.site} is about to end: {lease.notice}")
-        moved = self._moved(lease, "transfer", next_tenant=event.tenant)
+        moved = self._moved(lease, "transfer", next_tenant=event.tenant, mandate=event.mandate or lease.mandate)
         return self._change(moved, EndProcesses(lease.id), term=event.term)
 
     def _release(self, event: Release) -> GrantDecision:
@@ -519,7 +486,7 @@ class SiteGrants:
         if what and what not in nodes and what not in self._by_uuid:
             raise NotFound(f"{self.site} has no node or device {what!r}", "ibshell node list shows the nodes")
         reason = event.reason or "cordoned" if isinstance(event, Cordon) else None
-        entry = CordonChanged(what, reason, max(self.term, event.term))
+        entry = CordonChanged(what, reason, max(self.term, event.term), event.asked_ms)
         if self.cordons.get(what) == reason:
             return Decision(replies=(entry,))
         return Decision(entries=(entry,), replies=(entry,))
@@ -546,7 +513,8 @@ class SiteGrants:
         effects: list[EndProcesses | WarnProcesses] = []
         forgotten: dict[str, None] = {}
         if len(self._over) > 1.1 * REMEMBER_MAX:
-            forgotten.update(dict.fromkeys(itertools.islice(self._over, len(self._over) - REMEMBER_MAX)))
+            over = itertools.islice(self._over, len(self._over) - REMEMBER_MAX)
+            forgotten.update(dict.fromkeys(name for name in over if _forgettable(self.leases[name]) <= now))
         due: list[tuple[float, str]] = []
         while self._due and self._due[0][0] <= now:
             due.append(heapq.heappop(self._due))
@@ -578,10 +546,24 @@ class SiteGrants:
 def _times(lease: SiteLease) -> list[float]:
     """When something is due for a lease: its deadline, the end of a grace, or when it may be forgotten."""
     if lease.state in life.FINAL:
-        return [lease.deadline + REMEMBER_S]
+        return [max(lease.deadline + REMEMBER_S, _forgettable(lease))]
     if lease.state == "ending":
         return []
     return [lease.deadline, lease.leave_by] if lease.leaving else [lease.deadline]
+
+
+def _forgettable(lease: SiteLease) -> float:
+    """Until when the request behind a lease that is over could be shown again: until then it must not seem new."""
+    return lease.mandate.until if lease.mandate is not None else 0.0
+
+
+def _shifted(lease: SiteLease, shift_s: float) -> SiteLease:
+    mandate = lease.mandate
+    if mandate is not None:
+        mandate = msgspec.structs.replace(mandate, until=mandate.until + shift_s)
+    return msgspec.structs.replace(
+        lease, deadline=lease.deadline + shift_s, leave_by=lease.leave_by + shift_s, mandate=mandate
+    )
 
 
 def _guarded(duration_s: float) -> float:

@@ -7,6 +7,7 @@ hangs on it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -16,6 +17,7 @@ import msgspec
 from fedpool.errors import Insufficient, NotFound, Refused, StaleToken, Unreachable, UsageError
 from fedpool.leasing import lease as life
 from fedpool.leasing.demand import nearest, require_known, require_sound
+from fedpool.leasing.entries import LeasesForgotten
 from fedpool.leasing.gang import (
     PASSING,
     Accepted,
@@ -32,7 +34,7 @@ from fedpool.leasing.gang import (
     ResizeAsked,
     Unplaceable,
 )
-from fedpool.leasing.grants import LeasesForgotten
+from fedpool.leasing.kept import KeptRequests, RequestKept
 from fedpool.leasing.queue import Growth, Plan, Queue
 from fedpool.leasing.reasons import Reasons
 from fedpool.leasing.requests import Resize
@@ -59,6 +61,7 @@ class PoolState(msgspec.Struct, frozen=True, tag="pool.state"):
     leases: tuple[Lease, ...]
     tenants: tuple[Tenant, ...]
     uses: tuple[Use, ...]
+    requests: tuple[RequestKept, ...] = ()
 
 
 class PoolRestarted(msgspec.Struct, frozen=True, tag="pool.restarted"):
@@ -67,21 +70,25 @@ class PoolRestarted(msgspec.Struct, frozen=True, tag="pool.restarted"):
     shift_s: float
 
 
-PoolEntry: TypeAlias = LeaseRecorded | LeasesForgotten | TenantRecorded | TenantRemoved | PoolState | PoolRestarted
+PoolEntry: TypeAlias = (
+    LeaseRecorded | RequestKept | LeasesForgotten | TenantRecorded | TenantRemoved | PoolState | PoolRestarted
+)
 PoolDecision: TypeAlias = Decision[PoolEntry, Lease | Tenant, Ask]
 
 
 class Submitted(msgspec.Struct, frozen=True):
-    """Somebody asks for a lease."""
+    """Somebody asks for a lease, and may have signed that."""
 
     lease: Lease
+    kept: tuple[RequestKept, ...] = ()
 
 
 class ForLease(msgspec.Struct, frozen=True):
-    """Something happened to one lease."""
+    """Something happened to one lease; where somebody has signed that it may, what they signed."""
 
     lease: str
     event: GangEvent
+    kept: tuple[RequestKept, ...] = ()
 
 
 class Adopted(msgspec.Struct, frozen=True):
@@ -119,6 +126,7 @@ class Pool:
     Attributes:
         gangs: {lease: its machine}.
         capacity: what the sites last said.
+        requests: what was signed about leases that live.
     """
 
     def __init__(self, sites: Iterable[str], capacity: Capacity | None = None) -> None:
@@ -127,6 +135,7 @@ class Pool:
         self.capacity = capacity or Capacity()
         self.tenants = Tenants()
         self.running: dict[str, Lease] = {}
+        self.requests = KeptRequests()
         self._placing: dict[str, tuple[Part, ...]] = {}
         # What sites have been asked to add to a lease and have not answered.
         self._growing: dict[tuple[str, str], Growth] = {}
@@ -143,6 +152,8 @@ class Pool:
         match entry:
             case LeaseRecorded():
                 self._put(entry)
+            case RequestKept():
+                self.requests.apply(entry)
             case LeasesForgotten():
                 for lease_id in entry.ids:
                     gone = self.gangs.pop(lease_id)
@@ -159,7 +170,7 @@ class Pool:
     def state(self) -> PoolState:
         """A snapshot: folding it alone gives this state."""
         leases = tuple(gang.recorded for gang in self.gangs.values())
-        return PoolState(leases, tuple(self.tenants.known.values()), self.tenants.uses())
+        return PoolState(leases, tuple(self.tenants.known.values()), self.tenants.uses(), self.requests.state())
 
     def _restore(self, state: PoolState) -> None:
         for name in list(self.queue.waiting):
@@ -171,6 +182,7 @@ class Pool:
         self.tenants.known = {tenant.name: tenant for tenant in state.tenants}
         for lease in state.leases:
             self._put(LeaseRecorded(lease))
+        self.requests.restore(state.requests)
         self.tenants.restore(state.uses)
         self.queue.mark()
 
@@ -183,6 +195,7 @@ class Pool:
         if lease.state in life.FINAL:
             self._over_parts += len(lease.parts) if lease.id not in self._over else 0
             self._over[lease.id] = lease.ended
+            self.requests.drop(lease.id)
             for part in lease.parts:
                 self._settle_growth(lease.id, part.site)
         before = self.running.pop(lease.id, None)
@@ -273,12 +286,12 @@ class Pool:
         """
         match event:
             case Submitted():
-                return self._submitted(event.lease, now)
+                return _keeping(self._submitted(event.lease, now), event.kept)
             case Adopted():
                 self.tenants.require(event.lease.tenant)
                 return Decision(entries=(LeaseRecorded(event.lease),), replies=(event.lease,))
             case ForLease():
-                return self._for_lease(event.lease, event.event, now)
+                return _keeping(self._for_lease(event.lease, event.event, now), event.kept)
             case PlanWanted():
                 return self._plan(now)
             case TenantSet():
@@ -564,3 +577,8 @@ def _additions(lease: Lease, event: ResizeAsked) -> list[Part]:
         for part in lease.parts
         if event.gpus.get(part.site, 0) > part.gpus
     ]
+
+
+def _keeping(decision: PoolDecision, kept: Sequence[RequestKept]) -> PoolDecision:
+    """A decision with what was signed about it; before it, so that what it lets sites be asked is covered."""
+    return dataclasses.replace(decision, entries=(*kept, *decision.entries)) if kept else decision

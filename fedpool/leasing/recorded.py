@@ -5,13 +5,17 @@ A record says what has changed, not everything, so that a lease costs its ledger
 
 from __future__ import annotations
 
+import base64
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
+from fedpool.identity.keys import fingerprint
+from fedpool.identity.trust import Trust
 from fedpool.leasing import lease as life
-from fedpool.leasing.grants import CordonChanged, GrantEntry, LeaseChanged, Restarted, TermObeyed
+from fedpool.leasing.entries import CordonChanged, GrantEntry, LeaseChanged, Restarted, TermObeyed
 from fedpool.ledger.records import (
     TEXT_MAX,
     Cordoned,
@@ -20,11 +24,14 @@ from fedpool.ledger.records import (
     LeaseDevices,
     LeaseSaid,
     Record,
+    Refusal,
+    Requested,
     SiteStarted,
     Uncordoned,
 )
-from fedpool.records import WHOLE_MILLI, Grant, SiteLease
+from fedpool.records import WHOLE_MILLI, Grant, Signed, SiteLease
 
+REFUSALS_A_MINUTE = 20
 DEVICES_MAX = 1000  # in one record, so that it stays below what a bundle of entries takes
 CARRIED = "carried"
 
@@ -35,7 +42,9 @@ _EVENTS = {
 }
 
 
-def records_of(leases: Mapping[str, SiteLease], entry: GrantEntry, now: float, software: str) -> list[Record]:
+def records_of(
+    leases: Mapping[str, SiteLease], entry: GrantEntry, now: float, software: str, trust: Trust | None = None
+) -> list[Record]:
     """What the ledger says about an entry.
 
     Args:
@@ -43,6 +52,7 @@ def records_of(leases: Mapping[str, SiteLease], entry: GrantEntry, now: float, s
         entry: of the site's machine.
         now: CLOCK_BOOTTIME, in seconds, as the lease's deadline is.
         software: the agent's version.
+        trust: whose requests the site obeys.
     """
     match entry:
         case LeaseChanged():
@@ -54,7 +64,14 @@ def records_of(leases: Mapping[str, SiteLease], entry: GrantEntry, now: float, s
         case TermObeyed():
             return [HubObeyed(term=entry.term)]
         case Restarted():
-            return [SiteStarted(epoch=entry.epoch, software=software)]
+            return [
+                SiteStarted(
+                    epoch=entry.epoch,
+                    software=software,
+                    pool=trust.pool if trust is not None else "",
+                    authorities=tuple(fingerprint(key) for key in trust.authorities) if trust is not None else (),
+                )
+            ]
         case _:
             return []
 
@@ -82,6 +99,32 @@ def lease_records(
         next_tenant=lease.next_tenant,
     )
     return [said, *(LeaseDevices(lease=lease.id, grants=piece) for piece in pieces[1:])]
+
+
+def requested(lease: str, signed: Signed) -> Requested:
+    """What somebody has signed, as a record."""
+    return Requested(
+        lease=lease,
+        payload=signed.payload.decode(),
+        signature=base64.b64encode(signed.signature).decode(),
+    )
+
+
+class Refusals:
+    """Which refusals are recorded: so many a minute, lest a hub fill the ledger; the others are counted."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=REFUSALS_A_MINUTE)
+        self._more = 0
+
+    def record(self, asked: str, lease: str, reason: str, now: float) -> Refusal | None:
+        """A refusal as a record, or None where it is only counted."""
+        if len(self._times) == REFUSALS_A_MINUTE and now - self._times[0] < 60.0:
+            self._more += 1
+            return None
+        self._times.append(now)
+        more, self._more = self._more, 0
+        return Refusal(asked=asked[:TEXT_MAX], lease=lease[:TEXT_MAX], reason=reason[:TEXT_MAX], more=more)
 
 
 def _event(before: SiteLease | None, lease: SiteLease) -> str:

@@ -42,10 +42,17 @@ class LedgerOpened(Record, frozen=True, kw_only=True, tag="ledger.opened"):
 
 
 class SiteStarted(Record, frozen=True, kw_only=True, tag="site.started"):
-    """The agent started; its tokens begin above `epoch`."""
+    """The agent started; its tokens begin above `epoch`.
+
+    Attributes:
+        pool: the identity of the pool whose requests it obeys.
+        authorities: fingerprints of those who vouch for who has signed them; where there are none, it obeys the hub.
+    """
 
     epoch: int
     software: str
+    pool: str = ""
+    authorities: tuple[str, ...] = ()
 
 
 class HubObeyed(Record, frozen=True, kw_only=True, tag="hub.obeyed"):
@@ -84,6 +91,35 @@ class WitnessRefused(Record, frozen=True, kw_only=True, tag="witness.refused"):
     root: str
     known: int
     reason: str = ""
+
+
+class Requested(Record, frozen=True, kw_only=True, tag="request"):
+    """What somebody has signed, and the site obeys with the next records.
+
+    Attributes:
+        lease: which it is about, or "".
+        payload: as it was signed.
+        signature: base64 of the SSHSIG over it, not armoured.
+    """
+
+    lease: str = ""
+    payload: str
+    signature: str
+
+
+class Refusal(Record, frozen=True, kw_only=True, tag="refusal"):
+    """The site has been asked for something that nobody with the right to it had signed.
+
+    Attributes:
+        asked: what, as the hub put it.
+        lease: about which, or "".
+        more: so many further refusals before it were too many to be recorded one by one.
+    """
+
+    asked: str
+    lease: str = ""
+    reason: str = ""
+    more: int = 0
 
 
 class Granted(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -140,7 +176,16 @@ class LeaseDevices(Record, frozen=True, kw_only=True, tag="lease.devices"):
 
 
 AnyRecord: TypeAlias = (
-    LedgerOpened | SiteStarted | HubObeyed | Cordoned | Uncordoned | WitnessRefused | LeaseSaid | LeaseDevices
+    LedgerOpened
+    | SiteStarted
+    | HubObeyed
+    | Cordoned
+    | Uncordoned
+    | WitnessRefused
+    | Requested
+    | Refusal
+    | LeaseSaid
+    | LeaseDevices
 )
 
 

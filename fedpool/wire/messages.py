@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fedpool.records import Inventory, Lease, SiteLease, Tenant
+from fedpool.records import Inventory, Lease, Signed, SiteLease, Tenant
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -47,7 +47,9 @@ class ById(msgspec.Struct, frozen=True):
 
 
 class LeaseWanted(msgspec.Struct, frozen=True, omit_defaults=True):
-    """lease.request -> LeaseView: devices at several sites, all or none. Sizes and wishes as in `records.Demand`.
+    """lease.request, lease.foresee -> LeaseView: devices at several sites, all or none; or only what would happen.
+
+    Sizes and wishes are as in `records.Demand`.
 
     Attributes:
         gpus: over all sites.
@@ -57,7 +59,6 @@ class LeaseWanted(msgspec.Struct, frozen=True, omit_defaults=True):
         devices: exactly these, by UUID or as `SITE:NODE/INDEX`, or empty.
         starts_in_s: seconds until it is to start, 0 for as soon as possible.
         max_wait_s: how long it may wait: 0 not at all, None for ever.
-        dry_run: only say what would happen.
         id: the lease's id, chosen by who asks, who can then give it back whatever became of the answer; "" lets the hub choose.
     """
 
@@ -79,7 +80,6 @@ class LeaseWanted(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: str = "normal"
     starts_in_s: float = 0.0
     max_wait_s: float | None = 0.0
-    dry_run: bool = False
     id: str = ""
 
 
@@ -167,11 +167,29 @@ class CordonState(msgspec.Struct, frozen=True):
     cordons: dict[str, str]
 
 
-class RunWanted(msgspec.Struct, frozen=True):
-    """fed.run -> RunView: a plan's text, and the upload that holds its initial parameters."""
+class RunWanted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """fed.run -> RunView: a plan's text, and the upload that holds its initial parameters.
+
+    Attributes:
+        id: of the run, chosen by who asks; "" lets the hub choose.
+        lease: what is to be leased for it, as the plan says.
+        renew_for_s: how long from now on the hub may renew that lease.
+    """
 
     plan: str
     initial: str
+    id: str = ""
+    lease: LeaseWanted | None = None
+    renew_for_s: float = 0.0
+
+
+class RunAgain(msgspec.Struct, frozen=True, omit_defaults=True):
+    """fed.resume -> RunView: with a new lease, where the old one is over; its fields are as in `RunWanted`."""
+
+    id: str
+    plan: str = ""
+    lease: LeaseWanted | None = None
+    renew_for_s: float = 0.0
 
 
 class Upload(msgspec.Struct, frozen=True):
@@ -202,6 +220,7 @@ class RunView(msgspec.Struct, frozen=True):
     sites: list[str]
     reason: str = ""
     history: list[dict[str, Any]] = []
+    request: Signed | None = None
 
 
 class EventsWanted(msgspec.Struct, frozen=True):
@@ -385,6 +404,7 @@ class TaskWanted(msgspec.Struct, frozen=True):
         program: program and arguments; `{data}`, `{site}` and `{python}` are filled in by the site.
         plan: SHA-256 of the plan.
         config: arbitrary values the program may read.
+        request: what the tenant has signed.
     """
 
     run: str
@@ -393,6 +413,7 @@ class TaskWanted(msgspec.Struct, frozen=True):
     program: list[str]
     plan: bytes
     config: dict[str, Any] = {}
+    request: Signed | None = None
 
 
 class TaskEnded(msgspec.Struct, frozen=True):

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fedpool.client.acting import act
 from fedpool.client.connection import Connection
-from fedpool.errors import NotFound
+from fedpool.errors import NotAuthorised, NotFound
 from fedpool.federation import plan as plans
 from fedpool.wire.messages import (
     ById,
@@ -20,6 +21,7 @@ from fedpool.wire.messages import (
     EventsWanted,
     ModelPiece,
     ModelWanted,
+    RunAgain,
     RunView,
     RunWanted,
     Upload,
@@ -68,6 +70,39 @@ def send(connection: Connection, path: Path, key: str = "") -> str:
                     return upload
     except FileNotFoundError:
         raise NotFound(f"no initial parameters at {path}", "the plan's `initial` is a path beside the plan") from None
+
+
+def run_wanted(text: str, upload: str, key: str = "") -> RunWanted:
+    """What is asked, and signed, to run a plan.
+
+    Args:
+        text: of the plan.
+        upload: its initial parameters.
+        key: idempotency key, which gives the ids of run and lease; or "".
+    """
+    plan = plans.parse(text)
+    run, lease = (
+        hashlib.sha256(f"{plan.tenant}/{key}/{what}".encode()).hexdigest()[:8] if key else secrets.token_hex(4)
+        for what in ("run", "lease")
+    )
+    return RunWanted(text, upload, run, plan.lease_wanted(lease), plan.longest_s)
+
+
+def run_again(connection: Connection, view: RunView) -> RunAgain:
+    """What is asked, and signed, to go on with a run: its plan as its tenant has signed it before, whatever the hub shows.
+
+    Raises:
+        NotAuthorised: nobody who may has signed what the hub shows.
+    """
+    if connection.signer is None:
+        return RunAgain(view.id)
+    if view.request is None:
+        raise NotAuthorised(
+            f"run {view.id} was begun before requests were signed", "start it anew: ibshell fed run plan.toml"
+        )
+    text = connection.signer.signed_plan(view.request, view.tenant)
+    plan = plans.parse(text)
+    return RunAgain(view.id, text, plan.lease_wanted(secrets.token_hex(4), view.sites), plan.longest_s)
 
 
 def fetch_model(connection: Connection, run: str, path: Path, number: int | None = None) -> str:
@@ -124,6 +159,13 @@ def collect(connection: Connection, run: RunView, directory: Path) -> None:
     (directory / "history.json").write_text(json.dumps(history, indent=2) + "\n")
 
 
+def _data(view: RunView) -> dict[str, Any]:
+    """A run as it is printed: without what was signed, which the ledgers show."""
+    data = options.as_data(view)
+    data.pop("request", None)
+    return data
+
+
 def _follow(connection: Connection, run: RunView, out: Path | None, output: str | None) -> None:
     try:
         final = watch(connection, run)
@@ -135,7 +177,7 @@ def _follow(connection: Connection, run: RunView, out: Path | None, output: str 
     directory = out or Path(f"{final.name}-{final.id}")
     collect(connection, final, directory)
     if output is not None:
-        render.write(render.record(options.as_data(final), output))
+        render.write(render.record(_data(final), output))
     else:
         last = final.history[-1]["metrics"] if final.history else {}
         what = f" ({render.cell('metrics', last)})" if last else ""
@@ -166,9 +208,9 @@ def run(
     parsed = plans.parse(text, str(plan))
     with options.hub() as connection:
         upload = send(connection, plan.parent / parsed.initial, idempotency_key)
-        started = connection.call("fed.run", RunWanted(text, upload), RunView, key=idempotency_key)
+        started = act(connection, "fed.run", run_wanted(text, upload, idempotency_key), RunView, key=idempotency_key)
         if detach:
-            render.write(render.record(options.as_data(started), output or "name"))
+            render.write(render.record(_data(started), output or "name"))
             return
         _follow(connection, started, out, output)
 
@@ -199,7 +241,7 @@ def show(
             view = watch(connection, view)
         if out is not None:
             collect(connection, view, out)
-    data = options.as_data(view)
+    data = _data(view)
     if output not in (None, "table", "wide"):
         render.write(render.record(data, output))
         return
@@ -226,9 +268,11 @@ def resume(
     Example: ibshell fed resume 7f3a
     """
     with options.hub() as connection:
-        view = connection.call("fed.resume", ById(run), RunView)
+        view = act(
+            connection, "fed.resume", run_again(connection, connection.call("fed.show", ById(run), RunView)), RunView
+        )
         if detach:
-            render.write(render.record(options.as_data(view), output or "name"))
+            render.write(render.record(_data(view), output or "name"))
             return
         _follow(connection, view, out, output)
 
@@ -240,8 +284,8 @@ def stop(run: RunArgument, output: options.Output = None) -> None:
     Example: ibshell fed stop 7f3a
     """
     with options.hub() as connection:
-        view = connection.call("fed.stop", ById(run), RunView)
+        view = act(connection, "fed.stop", ById(run), RunView)
     if output is None:
         render.write(f"run {view.id} is {view.state}\n")
     else:
-        render.write(render.record(options.as_data(view), output))
+        render.write(render.record(_data(view), output))

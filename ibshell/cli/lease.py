@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from fedpool.client.acting import act
 from fedpool.client.connection import Connection
 from fedpool.errors import NotFound, Pending, Refused, UsageError
 from fedpool.records import Demand, Shape
@@ -161,7 +162,7 @@ def _give_back(lease: str) -> None:
     with options.hub() as connection:
         while time.monotonic() < until:
             try:
-                connection.call("lease.release", ById(lease), LeaseView)
+                act(connection, "lease.release", ById(lease), LeaseView)
                 return
             except NotFound:
                 time.sleep(0.1)
@@ -235,17 +236,16 @@ def request(
         priority=priority,
         starts_in_s=_starts_in(at),
         max_wait_s=wait_s if wait else (60.0 if at else 0.0),
-        dry_run=dry_run,
         id=hashlib.sha256(f"{tenant}/{idempotency_key}".encode()).hexdigest()[:8]
         if idempotency_key
         else secrets.token_hex(4),
     )
     with options.hub() as connection:
         if dry_run:
-            _foresee(connection.call("lease.request", wanted, LeaseView), output, explain)
+            _foresee(connection.call("lease.foresee", wanted, LeaseView), output, explain)
             return
         with _interruptible(wanted.id) as fate:
-            view = connection.call("lease.request", wanted, LeaseView, key=idempotency_key)
+            view = act(connection, "lease.request", wanted, LeaseView, key=idempotency_key, sites=tuple(site or ()))
             if wait:
                 fate.waits = True
                 view = _follow(connection, view, wait_s)
@@ -320,7 +320,7 @@ def renew(
     Example: ibshell lease renew 7f3a --for 2h
     """
     with options.hub() as connection:
-        view = connection.call("lease.renew", LeaseRenewal(lease, parse_duration(for_)), LeaseView, key=idempotency_key)
+        view = act(connection, "lease.renew", LeaseRenewal(lease, parse_duration(for_)), LeaseView, key=idempotency_key)
     if output is None:
         render.write(f"lease {view.lease.id} ends in {format_duration(view.expires_in_s or 0)}\n")
     else:
@@ -336,7 +336,7 @@ def adopt(lease: LeaseArgument, output: options.Output = None) -> None:
     Example: ibshell lease adopt 7f3a
     """
     with options.hub() as connection:
-        _say(connection.call("lease.adopt", ById(lease), LeaseView), output)
+        _say(act(connection, "lease.adopt", ById(lease), LeaseView), output)
 
 
 @app.command()
@@ -352,7 +352,7 @@ def revoke(
     """
     with options.hub() as connection:
         wanted = LeaseEnding(lease, reason, parse_duration(grace) if grace else 0.0)
-        _say(connection.call("lease.revoke", wanted, LeaseView), output)
+        _say(act(connection, "lease.revoke", wanted, LeaseView), output)
 
 
 @app.command()
@@ -368,7 +368,7 @@ def resize(
     Example: ibshell lease resize 7f3a --gpus 128
     """
     with options.hub() as connection:
-        view = connection.call("lease.resize", LeaseSize(lease, gpus), LeaseView)
+        view = act(connection, "lease.resize", LeaseSize(lease, gpus), LeaseView)
     if output is None:
         render.write(f"lease {view.lease.id} has {view.lease.gpus} devices\n")
     else:
@@ -386,7 +386,7 @@ def offer(
     Example: ibshell lease offer 7f3a --to radiology
     """
     with options.hub() as connection:
-        _say(connection.call("lease.offer", LeaseOffer(lease, to), LeaseView), output)
+        _say(act(connection, "lease.offer", LeaseOffer(lease, to), LeaseView), output)
 
 
 @app.command()
@@ -400,7 +400,7 @@ def accept(
     Example: ibshell lease accept 7f3a --tenant radiology
     """
     with options.hub() as connection:
-        _say(connection.call("lease.accept", LeaseOffer(lease, tenant), LeaseView), output)
+        _say(act(connection, "lease.accept", LeaseOffer(lease, tenant), LeaseView), output)
 
 
 def _say(view: LeaseView, output: str | None) -> None:
@@ -420,7 +420,7 @@ def release(lease: LeaseArgument, output: options.Output = None) -> None:
     Example: ibshell lease release 7f3a
     """
     with options.hub() as connection:
-        view = connection.call("lease.release", ById(lease), LeaseView)
+        view = act(connection, "lease.release", ById(lease), LeaseView)
     if output is None:
         render.write(f"lease {view.lease.id} is {view.lease.state}\n")
     else:

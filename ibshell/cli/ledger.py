@@ -14,6 +14,8 @@ import typer
 
 from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError, IntegrityError, NotFound, Refused, StorageFailed, UsageError
+from fedpool.identity.trust import Trust
+from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.recorded import Replay
 from fedpool.leasing.usage import LeaseUse, Usage
 from fedpool.ledger import canonical, merkle, notes
@@ -49,6 +51,7 @@ VERIFIED = [
     Column("RECORDS", "records"),
     Column("NEW", "new"),
     Column("LEASES", "leases"),
+    Column("SIGNED", "signatures"),
     Column("ROOT", "root"),
     Column("WITNESSES", "witnesses"),
     Column("FAULTS", "faults"),
@@ -111,6 +114,11 @@ def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
     kind = str(said.get("kind", ""))
     devices = sum(len(group["devices"]) for group in said.get("grants", ()))
     what = said.get("reason") or said.get("what") or ""
+    tenant = said.get("tenant", "")
+    if kind == "request":
+        asked = json.loads(said["payload"])
+        role, _, name = asked["principal"].partition("/")
+        what, tenant = f"{asked['method']} signed by {asked['principal']}", name if role == "tenant" else ""
     if said.get("next_tenant"):
         what = f"to {said['next_tenant']}"
     elif not what and "for_ms" in said:
@@ -121,7 +129,7 @@ def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
         "site": site,
         "record": number,
         "kind": f"lease.{said['event']}" if kind == "lease" else kind,
-        "tenant": said.get("tenant", ""),
+        "tenant": tenant,
         "lease": said.get("lease", ""),
         "gpus": devices or None,
         "what": what,
@@ -201,31 +209,45 @@ def _follow(ledgers: Sequence[Ledger], wanted: _Filter, output: str | None) -> N
 
 
 def _verified(
-    ledger: Ledger | Exported, others: Mapping[str, Ledger], shown: Mapping[str, bytes], full: bool, bar: Bar
+    ledger: Ledger | Exported,
+    others: Mapping[str, Ledger],
+    shown: Mapping[str, bytes],
+    full: bool,
+    bar: Bar,
+    trust: Trust | None,
 ) -> Result:
     """Verify one site's ledger, and compare it with what others have seen of it."""
     seen = None if full else ledger.seen
     replay = Replay(seen.replayed if seen else None)
-    check = Verification(ledger.site, ledger.key, replay.take, seen.verified if seen else None)
+    coverage = Coverage(trust, seen.covered if seen else None)
+    check = Verification(
+        ledger.site,
+        ledger.key,
+        lambda record: [*replay.take(record), *coverage.take(record)],
+        seen.verified if seen else None,
+    )
     first, cosigners = check.size, _expect(check, ledger, others, shown)
     for number, data in ledger.records(first, ledger.size):
         check.take(data)
         if number % 1000 == 0:
             bar.at(number, ledger.site)
     check.finish(ledger.note)
+    for problem in coverage.finish():
+        check.find(problem)
     for size, root, said in check.earlier:
         try:
             ledger.require_consistent(size, root, check.size, check.root)
         except IntegrityError:
             check.find(f"the first {size} records are not {said}: there are two histories")
     if not check.faults:
-        ledger.remember(check.state(), replay.state())
+        ledger.remember(check.state(), replay.state(), coverage.state())
     row = {
         "site": ledger.site,
         "result": "faults" if check.faults else "whole",
         "records": check.size,
         "new": check.size - first,
         "leases": replay.leases,
+        "signatures": coverage.requests,
         "root": check.root.hex()[:16],
         "witnesses": f"{len(cosigners)} of {len(others)}" if others else None,
         "faults": check.faults,
@@ -263,7 +285,7 @@ def _files(path: Path, key: str) -> Iterator[Result]:
             try:
                 ledger = Exported(directory, key)
                 bar.total = ledger.size
-                yield _verified(ledger, {}, {}, True, bar)
+                yield _verified(ledger, {}, {}, True, bar, None)
             except IbshellError as error:
                 yield _unverified(str(directory), error)
 
@@ -296,6 +318,7 @@ def _asked(connection: Connection, wanted: Sequence[str], full: bool) -> Iterato
     errors: dict[str, IbshellError] = {}
     seen: dict[str, dict[str, bytes]] = {}
     names = _names(connection, ())
+    trust = connection.signer.trust() if connection.signer is not None else None
     for name in names:
         try:
             seen[name] = seen_by(connection, name)
@@ -314,7 +337,7 @@ def _asked(connection: Connection, wanted: Sequence[str], full: bool) -> Iterato
             try:
                 others = {other: one for other, one in ledgers.items() if other != name}
                 shown = {other: known[name] for other, known in seen.items() if name in known}
-                yield _verified(ledgers[name], others, shown, full, bar)
+                yield _verified(ledgers[name], others, shown, full, bar, trust)
             except IbshellError as error:
                 yield _unverified(name, error)
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from fedpool.client.acting import act
 from fedpool.wire.messages import CordonState, CordonWanted
 from ibshell import render
 from ibshell.cli import options
@@ -49,7 +50,7 @@ def show(site: Annotated[str, typer.Argument(help="Name of the site.")], output:
 def cordon(method: str, site: str, what: str, reason: str, output: str | None) -> None:
     """Change what a site grants, and print what it does not."""
     with options.hub() as connection:
-        state = connection.call(method, CordonWanted(site, what, reason), CordonState)
+        state = act(connection, method, CordonWanted(site, what, reason), CordonState, sites=(site,))
     if output is not None:
         render.write(render.record(options.as_data(state), output, "site"))
     elif state.cordons:

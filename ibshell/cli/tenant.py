@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from fedpool.client.acting import act
 from fedpool.errors import NotFound, Refused, UsageError
 from fedpool.records import Quota, Tenant
 from fedpool.wire.messages import TenantNamed, TenantView
@@ -51,7 +52,7 @@ def add(name: Name, weight: Weight = None, highest: Highest = None, output: opti
             connection.call("tenant.show", TenantNamed(name), TenantView)
         except NotFound:
             tenant = Tenant(name, 1.0 if weight is None else weight, highest or "high")
-            _print(connection.call("tenant.set", tenant, TenantView), output)
+            _print(act(connection, "tenant.set", tenant, TenantView), output)
             return
     raise Refused(f"tenant {name} is there already", f"ibshell tenant show {name}")
 
@@ -94,7 +95,7 @@ def quota(
         tenant = connection.call("tenant.show", TenantNamed(name), TenantView).tenant
         others = tuple(line for line in tenant.quotas if (line.kind, line.site) != (kind, site))
         changed = msgspec.structs.replace(tenant, quotas=(*others, Quota(kind, site, gpus, limit)))
-        _print(connection.call("tenant.set", changed, TenantView), output)
+        _print(act(connection, "tenant.set", changed, TenantView), output)
 
 
 @app.command()
@@ -104,7 +105,7 @@ def remove(name: Name, output: options.Output = None) -> None:
     Example: ibshell tenant remove oncology
     """
     with options.hub() as connection:
-        view = connection.call("tenant.remove", TenantNamed(name), TenantView)
+        view = act(connection, "tenant.remove", TenantNamed(name), TenantView)
     if output is None:
         render.write(f"tenant {name} is removed\n")
     else:

@@ -15,10 +15,11 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from fedpool.client import Connection
+from fedpool.client.acting import act
 from fedpool.errors import Failed
 from fedpool.sim.scenario import SimulatedSite
-from fedpool.wire.messages import HubView, Listing, Nothing, RunView, RunWanted
-from ibshell.cli.fed import fetch_model, send, watch
+from fedpool.wire.messages import HubView, Listing, Nothing, RunView
+from ibshell.cli.fed import fetch_model, run_wanted, send, watch
 from ibshell.demo import data, model
 from ibshell.pool import LocalPool
 
@@ -139,7 +140,7 @@ def _federate(
     initial = pool.directory / "initial.safetensors"
     initial.write_bytes(save(first))
     victim = Victim(pool, "hospital-06")
-    started = hub.call("fed.run", RunWanted(PLAN, send(hub, initial)), RunView)
+    started = act(hub, "fed.run", run_wanted(PLAN, send(hub, initial)), RunView)
     run = watch(hub, started, victim.seen)
     if run.state != "finished":
         raise Failed(f"the demo's run {run.state}: {run.reason}")

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+from fedpool.client.acting import act
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted
 from ibshell.measure.figure import Figure
@@ -43,9 +44,9 @@ def _gangs_ms(pool: LocalPool, gpus: int) -> list[float]:
         for _ in range(GANGS):
             start = time.perf_counter()
             wanted = LeaseWanted("bench", gpus, 3600.0, sites=SITES)
-            lease = hub.call("lease.request", wanted, LeaseView).lease
+            lease = act(hub, "lease.request", wanted, LeaseView).lease
             times.append(1000 * (time.perf_counter() - start))
-            hub.call("lease.release", ById(lease.id), LeaseView)
+            act(hub, "lease.release", ById(lease.id), LeaseView)
     return sorted(times)
 
 
@@ -57,9 +58,9 @@ def _grants_a_second(pool: LocalPool) -> float:
         with pool.connect() as hub:
             while time.perf_counter() < until:
                 wanted = LeaseWanted(f"bench-{number}", 1, 3600.0)
-                lease = hub.call("lease.request", wanted, LeaseView).lease
+                lease = act(hub, "lease.request", wanted, LeaseView).lease
                 granted[number] += 1
-                hub.call("lease.release", ById(lease.id), LeaseView)
+                act(hub, "lease.release", ById(lease.id), LeaseView)
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
     start = time.perf_counter()

@@ -14,7 +14,9 @@ import pytest
 from integration.etcd_cluster import Cluster
 from safetensors.numpy import save_file
 
+from fedpool.client.acting import act
 from fedpool.errors import IbshellError
+from fedpool.leasing.roles import MAY
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.wire.messages import Listing, Nothing
 from ibshell.pool import LocalPool
@@ -52,6 +54,8 @@ class Pool(LocalPool):
 
     def ask(self, method, body=None, expect=Listing):
         with self.connect() as hub:
+            if method in MAY:
+                return act(hub, method, body, expect)
             return hub.call(method, Nothing() if body is None else body, expect)
 
     def rows(self, noun):

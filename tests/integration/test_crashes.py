@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from agent.launchers.local import scan
+from fedpool.client.acting import act
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted, RunView
 
 pytestmark = pytest.mark.integration
@@ -60,7 +61,7 @@ def test_kill_9_at_any_moment(make_pool, seed):
         for lease in listed.values():
             if lease["state"] == "active":
                 with pool.connect() as hub:
-                    hub.call("lease.release", ById(lease["id"]), LeaseView)
+                    act(hub, "lease.release", ById(lease["id"]), LeaseView)
         assert all(leases == [""] for leases in truth(pool).values()), pool.rows("lease")
 
 
@@ -106,8 +107,8 @@ def test_two_gangs_for_everything_get_it_one_at_a_time(make_pool):
     with pool.connect() as hub:
         for lease in pool.rows("lease"):
             if lease["state"] == "active":
-                hub.call("lease.release", ById(lease["id"]), LeaseView)
-        assert hub.call("lease.request", LeaseWanted("b", 6, 60), LeaseView).lease.state == "active"
+                act(hub, "lease.release", ById(lease["id"]), LeaseView)
+        assert act(hub, "lease.request", LeaseWanted("b", 6, 60), LeaseView).lease.state == "active"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpool.client.acting import act
 from fedpool.errors import IbshellError
 from fedpool.wire.messages import ById, LeaseOffer, LeaseRenewal, LeaseSize, LeaseView, LeaseWanted
 
@@ -72,7 +73,7 @@ class Life(threading.Thread):
                     ("accept", LeaseOffer(lease, "b")),
                     ("release", ById(lease)),
                 ):
-                    self.seen = hub.call(f"lease.{method}", body, LeaseView, 90.0)
+                    self.seen = act(hub, f"lease.{method}", body, LeaseView, 90.0)
         except IbshellError:
             pass  # the hub died; what was answered before counts
 
@@ -100,10 +101,10 @@ def test_nothing_is_lost_or_doubled(pool, need, party, number):
     with pool.connect() as hub:
         for lease_id, row in listed.items():
             if row["state"] in ("requested", "held", "active", "ending"):
-                hub.call("lease.release", ById(lease_id), LeaseView, 90.0)
+                act(hub, "lease.release", ById(lease_id), LeaseView, 90.0)
         pool.until(lambda: free(pool) == 4, 40)
-        everything = hub.call("lease.request", LeaseWanted("b", 4, 60.0), LeaseView).lease
-        hub.call("lease.release", ById(everything.id), LeaseView)
+        everything = act(hub, "lease.request", LeaseWanted("b", 4, 60.0), LeaseView).lease
+        act(hub, "lease.release", ById(everything.id), LeaseView)
     assert len({grant.uuid for part in everything.parts for grant in part.grants}) == 4, "no device is lost"
     for part in everything.parts:
         token = min(grant.token for grant in part.grants)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from fedpool.client.acting import act
 from fedpool.errors import Insufficient
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted
 
@@ -131,7 +132,7 @@ def test_every_answer_is_explained_by_some_serial_order(make_pool):
                 gpus, lease = chance.choice([1, 1, 2, 3, 6, 12]), os.urandom(4).hex()
                 asked = Operation(time.monotonic(), "request", lease, gpus)
                 try:
-                    view = hub.call("lease.request", LeaseWanted(f"t{number}", gpus, 600.0, id=lease), LeaseView)
+                    view = act(hub, "lease.request", LeaseWanted(f"t{number}", gpus, 600.0, id=lease), LeaseView)
                     asked.tokens = {g.uuid: g.token for part in view.lease.parts for g in part.grants}
                     assert view.lease.state == "active" and len(asked.tokens) == gpus
                 except Insufficient as error:
@@ -142,7 +143,7 @@ def test_every_answer_is_explained_by_some_serial_order(make_pool):
                 if asked.tokens:
                     time.sleep(chance.uniform(0, 0.05))
                     began = time.monotonic()
-                    hub.call("lease.release", ById(lease), LeaseView)
+                    act(hub, "lease.release", ById(lease), LeaseView)
                     ended = time.monotonic()
                     with lock:
                         for part in view.lease.parts:

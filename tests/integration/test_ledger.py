@@ -15,6 +15,7 @@ import pytest
 from agent import clock
 from agent.ledger import PAGE, SiteLedger
 from agent.store import open_store
+from fedpool.client.acting import act
 from fedpool.errors import IbshellError, IntegrityError, UsageError
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger import merkle, notes
@@ -233,7 +234,16 @@ def test_what_was_done_is_listed(pool):
     pool.cli("lease", "release", lease["id"])
     pool.cli("node", "cordon", "site-04:gpu01", "--reason", "fan \x1b[31m3")
     kinds = [item["kind"] for item in pool.json("ledger", "log", "--lease", lease["id"][:6])["items"]]
-    assert sorted(kinds) == sorted(2 * ["lease.hold", "lease.commit", "lease.end", "lease.release"])
+    assert sorted(kinds) == sorted(
+        2 * ["request", "lease.hold", "lease.commit", "request", "lease.end", "lease.release"]
+    )
+    signed = {item["what"] for item in pool.json("ledger", "log", "--kind", "request")["items"]}
+    assert signed == {
+        "lease.request signed by tenant/oncology",
+        "lease.request signed by tenant/physics",
+        "lease.release signed by tenant/oncology",
+        "site.cordon signed by operator",
+    }
     rows = pool.json("ledger", "log", "-n", "0")["items"]
     assert rows == sorted(rows, key=lambda row: (row["time"], row["site"], row["record"]))
     assert {row["tenant"] for row in pool.json("ledger", "log", "-t", "physics")["items"]} == {"physics"}
@@ -260,7 +270,7 @@ def test_what_was_done_is_listed(pool):
     assert sum(row["leases"] for row in checked["items"]) == 3
     pool.cli("lease", "release", other["id"])
     again = pool.json("ledger", "verify")["items"]
-    assert sum(row["new"] for row in again) == 2 < sum(row["records"] for row in again)
+    assert sum(row["new"] for row in again) == 3 < sum(row["records"] for row in again)
     assert [row["root"] for row in pool.json("ledger", "verify", "--full")["items"]] == [row["root"] for row in again]
 
 
@@ -278,12 +288,12 @@ def test_a_lease_is_proved_to_somebody_without_a_hub(pool, tmp_path):
     lease = pool.json("lease", "request", "-t", "oncology", "-g", "4", "--sites", "2")
     pool.cli("lease", "release", lease["id"])
     file = tmp_path / "lease.json"
-    assert "8 records of 2 sites" in pool.cli("ledger", "prove", lease["id"][:5], "--file", str(file)).stdout
+    assert "12 records of 2 sites" in pool.cli("ledger", "prove", lease["id"][:5], "--file", str(file)).stdout
     assert "exists already" in pool.cli("ledger", "prove", lease["id"], "--file", str(file), status=5).stderr
     assert "no site has recorded" in pool.cli("ledger", "prove", "ffffffffff", status=3).stderr
     pool.stop_all()
     rows = pool.json("ledger", "verify", str(file))["items"]
-    assert [(row["result"], row["records"], row["witnesses"]) for row in rows] == 2 * [("whole", 4, 3)]
+    assert [(row["result"], row["records"], row["witnesses"]) for row in rows] == 2 * [("whole", 6, 3)]
     proof = json.loads(file.read_text())
     for change, says in (
         (lambda site: site["records"].__setitem__(0, {**site["records"][0], "number": 1}), "does not show entry 1"),
@@ -338,8 +348,8 @@ def exported(tmp_path_factory):
         with pool.connect() as hub:
             for number in range(150):
                 wanted = LeaseWanted("oncology", 1 + number % 3, 600.0)
-                view = hub.call("lease.request", wanted, LeaseView)
-                hub.call("lease.release", ById(view.lease.id), LeaseView)
+                view = act(hub, "lease.request", wanted, LeaseView)
+                act(hub, "lease.release", ById(view.lease.id), LeaseView)
         directory = tmp_path_factory.mktemp("exported")
         done = pool.json("ledger", "export", str(directory))
         assert [row["site"] for row in done["items"]] == ["site-01", "site-02"]

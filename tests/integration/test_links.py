@@ -280,7 +280,7 @@ def test_an_unknown_method_is_said(shared_pool):
 
 def test_a_body_of_the_wrong_shape_is_said(shared_pool):
     with shared_pool.connect() as hub, pytest.raises(PeerProtocolError, match="gpus"):
-        hub.call("lease.request", {"tenant": "a", "gpus": "many", "duration_s": 5}, Nothing)
+        hub.call("lease.foresee", {"tenant": "a", "gpus": "many", "duration_s": 5}, Nothing)
 
 
 def site_channel(pool, site):

@@ -14,8 +14,8 @@ import pytest
 
 from agent.store.sqlite import SCHEMA_VERSION, SqliteStore
 from fedpool.errors import IntegrityError, StorageFailed
+from fedpool.leasing.entries import GrantEntry, LeaseChanged
 from fedpool.leasing.gang import LeaseRecorded
-from fedpool.leasing.grants import GrantEntry, LeaseChanged
 from fedpool.records import Grant, SiteLease
 
 pytestmark = pytest.mark.integration

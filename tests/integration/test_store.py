@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from agent.store import open_store
-from fedpool.leasing.grants import GrantEntry, LeaseChanged, SiteState
+from fedpool.leasing.entries import GrantEntry, LeaseChanged, SiteState
 from fedpool.records import Grant, SiteLease
 from fedpool.step import Instant
 

@@ -4,8 +4,10 @@ import msgspec
 
 from agent.ledger import CHECKPOINT_STREAM, CheckpointSigned
 from fedpool.leasing import lease as life
+from fedpool.leasing.coverage import Coverage
+from fedpool.leasing.entries import GrantEntry, LeaseChanged, LeasesForgotten, SiteState
 from fedpool.leasing.gang import LeaseRecorded
-from fedpool.leasing.grants import GrantEntry, LeaseChanged, LeasesForgotten, SiteGrants, SiteState
+from fedpool.leasing.grants import SiteGrants
 from fedpool.leasing.pool import Pool, PoolEntry, PoolState
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger.merkle import Frontier, leaf_hash
@@ -187,15 +189,19 @@ def site_ledger_says_the_same(site):
     """One record for every change of a lease, none that breaks a rule, and a checkpoint that is of these records."""
     rows = site.disk.rows
     records = [row.body for row in rows if row.stream == RECORDS]
+    signatures = site.world.signatures
+    coverage = Coverage(signatures.trust() if signatures is not None else None)
     replay, time, said = Replay(), 0, []
     for number, body in enumerate(records):
         record = decode(body)
-        found = replay.take(record)
+        found = [*replay.take(record), *coverage.take(record)]
         if found or record.time < time:
             raise Broken(f"record {number} of {site.name}'s ledger is wrong: {found or 'it goes back in time'}: {body}")
         time = record.time
         if isinstance(record, LeaseSaid):
             said.append((record.lease, record.version, record.state))
+    if coverage.finish():
+        raise Broken(f"{site.name}'s ledger: {coverage.finish()}")
     entries = [_SITE.decode(row.body) for row in rows if row.stream == "leases"]
     changed = [(e.lease.id, e.lease.version, e.lease.state) for e in entries if isinstance(e, LeaseChanged)]
     if said != changed:

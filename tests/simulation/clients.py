@@ -3,6 +3,7 @@
 import asyncio
 
 from fedpool.errors import IbshellError, Unreachable
+from fedpool.leasing.roles import MAY
 from fedpool.transport.peer import Peer
 from fedpool.wire.messages import (
     ById,
@@ -17,6 +18,7 @@ from fedpool.wire.messages import (
     LeaseWanted,
 )
 from simulation.loop import Process
+from simulation.machines import EPOCH
 
 FINAL = ("released", "expired", "revoked", "failed", "aborted")
 
@@ -33,6 +35,7 @@ class Client:
         self.process = Process(world.loop, self.name, lambda _: None)
         self.peer = None
         self.calls = 0
+        self.holders = {}
         self.finished = False
         self.asked = []
 
@@ -73,10 +76,15 @@ class Client:
         """
         self.calls += 1
         key = f"{self.name}-{self.calls}"
+        asked = body
+        if self.world.signatures is not None and method in MAY:
+            principal = "operator" if MAY[method][0] == "operator" else f"tenant/{self.holder(method, body)}"
+            unix = EPOCH.timestamp() + self.world.loop.time()
+            asked = self.world.signatures.sign(method, body, principal, unix, f"{self.calls:04x}")
         while True:
             try:
                 peer = await self.connected()
-                answer = await peer.call(method, body, expect, timeout_s, key)
+                answer = await peer.call(method, asked, expect, timeout_s, key)
             except Unreachable as error:
                 self.say(f"{method}: {error.message}")
                 reached = self.peer is not None and not self.peer._closed.is_set()
@@ -89,8 +97,13 @@ class Client:
                 raise
             if isinstance(answer, LeaseView):
                 self.say(f"{method} {answer.lease.id}: {answer.lease.state}")
+                self.holders[answer.lease.id] = answer.lease.tenant
                 self.world.checked(self.world.hub_audit.answered, answer)
             return answer
+
+    def holder(self, method, body):
+        """As which tenant it asks."""
+        return body.tenant if MAY[method] == ("named",) else self.holders.get(body.id, self.tenant)
 
     # --- what it does
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent import journal
 from agent.config import HubConfig, SiteConfig, SiteEntry
+from fedpool.identity import certificates, requests
 from fedpool.identity.keys import public_line
+from fedpool.identity.trust import Trust
 from fedpool.leasing.pool import TenantSet
 from fedpool.records import Quota, Tenant
 from fedpool.sim.scenario import SimulatedSite
@@ -32,6 +35,7 @@ from simulation.machines import HubMachine, SiteMachine
 from simulation.network import KEEPALIVE_S, Network, Weather
 
 FAULTS_S = 60.0
+SIGNED = 0.5  # of the worlds: requests are signed and sites believe no hub
 HEALED_S = 400
 LOOK_S = 10  # once all is well: how often it is asked whether the hub knows what the sites have
 TOLD_S = 5.0  # after so long it does
@@ -55,6 +59,36 @@ def configurations():
     entries = [SiteEntry(name, keys[name], address="simulated:1") for name in names() if name != "hub"]
     hub = HubConfig("simulated", "hub.sock", site=entries)
     return hub, {entry.name: SiteConfig(entry.name, "site.sock", keys["hub"], SITES[0]) for entry in entries}
+
+
+class Signatures:
+    """Keys and certificates of everybody who asks; real ones, made once."""
+
+    POOL = "simulated@0123456789ab"
+
+    def __init__(self):
+        self.authority, self.key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+        roles = ["operator", *(f"tenant/tenant-{number}" for number in range(3))]
+        public = self.key.public_key().public_bytes_raw()
+        self.certificate = certificates.issue(
+            self.authority, certificates.USER, public, roles, "everybody", 1, (0, 1 << 40)
+        )
+
+    def trusted(self, config):
+        line = public_line(self.authority.public_key().public_bytes_raw())
+        return msgspec.structs.replace(config, pool=self.POOL, authorities=[line])
+
+    def trust(self):
+        return Trust(self.POOL, (self.authority.public_key().public_bytes_raw(),))
+
+    def sign(self, method, body, principal, unix, nonce):
+        payload = requests.compose(self.POOL, method, body, principal, (), int(unix * 1000), nonce)
+        return requests.sign(self.key, self.certificate, payload)
+
+
+@functools.cache
+def signatures():
+    return Signatures()
 
 
 def names():
@@ -126,6 +160,10 @@ class World:
         self.directory = parties()
         self.hub_config, self.site_configs = configurations()
         self.hub_config = msgspec.structs.replace(self.hub_config, strict=self.chance("strict").random() < 0.3)
+        self.signatures = signatures() if self.chance("signed").random() < SIGNED else None
+        if self.signatures is not None:
+            self.hub_config = self.signatures.trusted(self.hub_config)
+            self.site_configs = {name: self.signatures.trusted(one) for name, one in self.site_configs.items()}
         self.network = Network(self.loop, self.chance)
         self.network.weather = Weather(
             delay_s=chance.choice([0.002, 0.02, 0.2]),

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from fedpool.client.acting import act
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted
 from ibshell.pool import LocalPool
@@ -36,9 +37,9 @@ def latencies_ms(pool, sites, count):
     with pool.connect() as hub:
         for _ in range(count):
             began = time.perf_counter()
-            lease = hub.call("lease.request", LeaseWanted("soak", sites, 600.0, sites=sites), LeaseView).lease
+            lease = act(hub, "lease.request", LeaseWanted("soak", sites, 600.0, sites=sites), LeaseView).lease
             times.append(1000 * (time.perf_counter() - began))
-            hub.call("lease.release", ById(lease.id), LeaseView, 90.0)
+            act(hub, "lease.release", ById(lease.id), LeaseView, 90.0)
     return sorted(times)
 
 
@@ -62,8 +63,8 @@ def fill(pool, hub, sites):
     began = time.monotonic()
     with pool.connect() as connection:
         for _ in range(REMEMBERED_PARTS // sites):
-            lease = connection.call("lease.request", LeaseWanted("soak", sites, 600.0, sites=sites), LeaseView).lease
-            connection.call("lease.release", ById(lease.id), LeaseView, 90.0)
+            lease = act(connection, "lease.request", LeaseWanted("soak", sites, 600.0, sites=sites), LeaseView).lease
+            act(connection, "lease.release", ById(lease.id), LeaseView, 90.0)
     print(
         f"  {REMEMBERED_PARTS:,} parts of leases in {time.monotonic() - began:.0f} s: {memory_mb(hub):.1f} MB",
         flush=True,

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpool.errors import IntegrityError
-from fedpool.leasing.grants import LeaseChanged, SiteGrants
+from fedpool.leasing.entries import LeaseChanged
+from fedpool.leasing.grants import SiteGrants
 from fedpool.leasing.recorded import CARRIED, Replay, ReplayState, lease_records, records_of
 from fedpool.leasing.requests import Commit, Cordon, Hold, Notify, Obey, ProcessesGone, Release, Renew, Resize, Transfer
 from fedpool.ledger import canonical

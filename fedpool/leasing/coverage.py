@@ -1,0 +1,184 @@
+"""Whether what a site granted had been signed for: its records of requests against its records of leases.
+
+The same rules as the gate's (`fedpool.leasing.gate`), read the other way round: from what is recorded, by whoever verifies.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+import msgspec
+
+from fedpool.errors import IbshellError, NotAuthorised
+from fedpool.identity import requests
+from fedpool.identity.keys import fingerprint
+from fedpool.identity.principals import OPERATOR, tenant_principal
+from fedpool.identity.trust import Trust
+from fedpool.leasing import lease as life
+from fedpool.leasing.gate import BODIES, GRANTING
+from fedpool.ledger.records import Cordoned, LeaseSaid, Record, Requested, SiteStarted, Uncordoned
+from fedpool.records import Signed
+from fedpool.wire.messages import LeaseWanted
+
+
+class Covered(msgspec.Struct):
+    """What has been signed about a lease that lives.
+
+    Attributes:
+        by: {method: (as whom, most devices, tenant named)}.
+        tenant: who holds it.
+        next_tenant: who takes it.
+        devices: how many it has; fewer need no signature.
+    """
+
+    by: dict[str, tuple[str, int, str]] = {}
+    tenant: str = ""
+    next_tenant: str = ""
+    devices: int = 0
+
+
+class CoverageState(msgspec.Struct):
+    """How far it has come, from which it goes on another time.
+
+    Attributes:
+        on: whether the ledger has said whose signatures it goes by.
+        cordon: who signed the latest request about a cordon.
+    """
+
+    on: bool = False
+    leases: dict[str, Covered] = {}
+    cordon: str = ""
+
+
+class Coverage:
+    """Follows a site's records and says which grants nobody had signed for.
+
+    Args:
+        trust: whom the verifier believes; None where it believes none, and only looks for requests.
+        state: where an earlier one ended.
+
+    Attributes:
+        requests: how many signatures were checked.
+    """
+
+    def __init__(self, trust: Trust | None, state: CoverageState | None = None) -> None:
+        self._trust = trust
+        self._state = state or CoverageState()
+        self.requests = 0
+
+    def state(self) -> CoverageState:
+        """Where it is."""
+        return self._state
+
+    def take(self, record: Record) -> list[str]:
+        """One more record; returns what is wrong with it."""
+        match record:
+            case SiteStarted():
+                return self._started(record)
+            case Requested():
+                return self._requested(record)
+            case LeaseSaid() if self._state.on:
+                return self._lease(record)
+            case Cordoned() | Uncordoned() if self._state.on:
+                signer, self._state.cordon = self._state.cordon, ""
+                return [] if signer == OPERATOR else [f"a change of cordons that {signer or 'nobody'} had signed"]
+        return []
+
+    def finish(self) -> list[str]:
+        """What is wrong with the whole, after its last record."""
+        if self._trust is not None and not self._state.on:
+            return [
+                "the site obeys its hub without signatures: nothing shows that tenants had asked for what it granted"
+            ]
+        return []
+
+    def _started(self, record: SiteStarted) -> list[str]:
+        was, self._state.on = self._state.on, bool(record.authorities)
+        if self._trust is None:
+            return []
+        if not record.authorities:
+            return ["the site obeys its hub without signatures from here on"] if was else []
+        if record.pool != self._trust.pool:
+            return [f"it goes by the signatures of the pool {record.pool!r}, not {self._trust.pool!r}"]
+        known = {fingerprint(authority) for authority in self._trust.authorities}
+        others = [key for key in record.authorities if key not in known]
+        return [f"it believes an authority that is not this pool's: {key}" for key in others]
+
+    def _requested(self, record: Requested) -> list[str]:
+        self.requests += 1
+        try:
+            signed = Signed(record.payload.encode(), base64.b64decode(record.signature, validate=True))
+            payload = requests.read(signed)
+            kind = BODIES.get(payload.method)
+            if kind is None:
+                raise NotAuthorised(f"a request for {payload.method[:40]!r}")
+            if self._trust is None:
+                body: Any = msgspec.convert(payload.body, kind, str_keys=True)
+            else:
+                body = requests.open_(signed, self._trust, payload.method, kind, record.time / 1000).body
+        except (IbshellError, msgspec.ValidationError, binascii.Error) as error:
+            return [f"a request about lease {record.lease or '-'} that nobody had signed so: {error}"]
+        if payload.method.startswith("site."):
+            self._state.cordon = payload.principal
+            return []
+        if payload.method in GRANTING:
+            body = body if isinstance(body, LeaseWanted) else body.lease
+        about = getattr(body, "id", "")
+        if about != record.lease:
+            return [f"a request about lease {about[:80]!r} recorded for {record.lease}"]
+        self._state.leases.setdefault(record.lease, Covered()).by[payload.method] = (
+            payload.principal,
+            max(getattr(body, "gpus", 0), getattr(body, "gpus_max", 0)),
+            getattr(body, "tenant", ""),
+        )
+        return []
+
+    def _lease(self, said: LeaseSaid) -> list[str]:
+        if said.event == "carried":
+            self._state.leases[said.lease] = Covered(tenant=said.tenant)
+            return []
+        covered = self._state.leases.setdefault(said.lease, Covered())
+        holder = tenant_principal(covered.tenant or said.tenant)
+        found = []
+        devices = sum(len(group.devices) for group in said.grants or ())
+        match said.event:
+            case "hold":
+                covered.tenant = said.tenant
+                found = self._need(said, covered, tenant_principal(said.tenant), GRANTING, devices)
+            case "renew":
+                found = self._need(said, covered, holder, ("lease.renew", "fed.run", "fed.resume"))
+                covered.by.pop("lease.renew", None)
+            case "resize" if devices > covered.devices:
+                found = self._need(said, covered, holder, ("lease.resize", *GRANTING), devices)
+            case "transfer" if said.next_tenant:
+                found = self._need(said, covered, holder, ("lease.offer",), named=said.next_tenant)
+                taker = tenant_principal(said.next_tenant)
+                found += self._need(said, covered, taker, ("lease.accept",), named=said.next_tenant)
+                covered.next_tenant = said.next_tenant
+            case "transfer":
+                if said.tenant != covered.next_tenant:
+                    found = [f"lease {said.lease} goes to {said.tenant}, which nobody had signed"]
+                covered.tenant, covered.by = said.tenant, {}
+        if said.grants is not None:
+            covered.devices = devices
+        if said.state in life.FINAL:
+            self._state.leases.pop(said.lease, None)
+        return found
+
+    def _need(
+        self,
+        said: LeaseSaid,
+        covered: Covered,
+        principal: str,
+        methods: tuple[str, ...],
+        devices: int = 0,
+        named: str = "",
+    ) -> list[str]:
+        shown = [covered.by[method] for method in methods if method in covered.by]
+        for by, most, tenant in shown:
+            if by == principal and devices <= most and (not named or tenant == named):
+                return []
+        what = f"{said.event} of lease {said.lease}{f' with {devices} devices' if devices else ''}"
+        return [f"{what}: {principal} had signed no request for it"]

@@ -1,0 +1,128 @@
+"""This user's key for a pool: signs requests with the certificate at hand, or one that the authority at hand issues.
+
+A key lies as OpenSSH has it, `identity` with `identity-cert.pub` beside it. Whoever has the pool's authority on this machine (as
+after `ibshell up`) needs no certificate: one for an hour is made when it is needed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedpool.errors import NotAuthorised, NotFound
+from fedpool.records import Signed
+
+if TYPE_CHECKING:
+    from fedpool.identity.certificates import Certificate
+    from fedpool.identity.trust import Trust
+    from fedpool.transport.identity import Identity
+
+ISSUED_S = 3600
+
+
+class PoolSigner:
+    """Signs for one pool.
+
+    Args:
+        pool: the pool's identity.
+        authorities: public key lines of those who may certify in it.
+        key: path of the private key.
+        authority: path of the authority's private key, where it is on this machine.
+    """
+
+    def __init__(self, pool: str, authorities: Sequence[str], key: Path, authority: Path | None = None) -> None:
+        self._pool = pool
+        self._authorities = authorities
+        self._key_path = key
+        self._authority_path = authority
+        self._issued: dict[str, Certificate] = {}
+
+    @cached_property
+    def _identity(self) -> Identity:
+        from fedpool.transport.identity import Identity
+
+        return Identity.load(self._key_path)
+
+    @cached_property
+    def _authority(self) -> Identity | None:
+        from fedpool.transport.identity import Identity
+
+        if self._authority_path is None:
+            return None
+        try:
+            return Identity.load(self._authority_path)
+        except NotFound:  # it is kept elsewhere, as it should be for a pool that others join
+            return None
+
+    def _certificate(self, principal: str) -> Certificate:
+        from fedpool.identity import certificates
+
+        now = time.time()
+        known = self._issued.get(principal)
+        if known is not None and now < known.valid_before - 60:
+            return known
+        own = self._identity.certificate()
+        if own is not None and principal in own.principals and now < own.valid_before:
+            return own
+        if self._authority is None:
+            roles = ", ".join(own.principals) if own is not None else "nobody"
+            expired = " and has expired" if own is not None and now >= own.valid_before else ""
+            raise NotAuthorised(
+                f"this key's certificate is for {roles}{expired}; {principal} is needed",
+                "the pool's operator invites: ibshell pool invite",
+            )
+        valid = (int(now) - certificates.BACKDATED_S, int(now) + ISSUED_S)
+        issued = certificates.issue(
+            self._authority.signing,
+            certificates.USER,
+            self._identity.public,
+            (principal,),
+            "this machine",
+            secrets.randbits(63),
+            valid,
+        )
+        self._issued[principal] = issued
+        return issued
+
+    def trust(self) -> Trust:
+        """Whom this pool's parties believe, as far as is known here."""
+        from fedpool.identity.keys import parse_public
+        from fedpool.identity.trust import Trust
+
+        return Trust(self._pool, tuple(parse_public(line, "authorities") for line in self._authorities))
+
+    def signed_plan(self, signed: Signed, tenant: str) -> str:
+        """The plan in a request for a run that somebody of a tenant has signed.
+
+        Raises:
+            NotAuthorised: it was not, or for another pool.
+        """
+        from fedpool.identity import requests
+        from fedpool.identity.principals import tenant_principal
+        from fedpool.wire.messages import RunAgain
+
+        payload = requests.read(signed)
+        if payload.method not in ("fed.run", "fed.resume") or payload.principal != tenant_principal(tenant):
+            raise NotAuthorised(
+                f"the hub shows a request of {payload.principal} for {payload.method} as {tenant}'s run"
+            )
+        return requests.open_(signed, self.trust(), payload.method, RunAgain, payload.time_ms / 1000).body.plan
+
+    def sign(self, method: str, body: object, principal: str, sites: tuple[str, ...] = ()) -> Signed:
+        """Sign a request as somebody.
+
+        Raises:
+            NotAuthorised: there is no certificate as that.
+            NotFound: there is no key.
+        """
+        from fedpool.identity import requests
+
+        certificate = self._certificate(principal)
+        payload = requests.compose(
+            self._pool, method, body, principal, sites, time.time_ns() // 1_000_000, secrets.token_hex(16)
+        )
+        return requests.sign(self._identity.signing, certificate, payload)
