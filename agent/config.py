@@ -25,8 +25,8 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: of the site.
         state: directory of its key, database and work files.
         socket: its Unix socket, for `ibshell-agent stdio`.
-        hub_key: public key of the hub, which alone may speak to this site.
         simulated: the stand-in for its devices.
+        hub_key: public key of the hub, which alone may speak to this site; "" where the pool's authority vouches for it.
         listen: `host:port` on which the hub dials in, or "".
         hub: `host:port` of the hub to dial out to, or "".
         data: directory that programs get as `{data}`.
@@ -41,8 +41,8 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     socket: str
-    hub_key: str
     simulated: SimulatedSite
+    hub_key: str = ""
     state: str = "."
     listen: str = ""
     hub: str = ""
@@ -93,6 +93,7 @@ class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             that takes; otherwise until its time is surely over there.
         pool: the identity of the pool.
         authorities: public keys of its certificate authority; where there are any, whoever asks has to sign.
+        roster: file with a roster to begin with, or "".
     """
 
     name: str
@@ -106,6 +107,7 @@ class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool = False
     pool: str = ""
     authorities: list[str] = []
+    roster: str = ""
 
 
 def load(path: Path, kind: type[Config]) -> Config:
@@ -131,7 +133,12 @@ def load(path: Path, kind: type[Config]) -> Config:
 
 def _check_site(toml: TomlText, config: SiteConfig) -> None:
     _check_name(toml, "name", config.name)
-    _check_key(toml, "hub_key", config.hub_key)
+    if not config.hub_key and not config.authorities:
+        raise toml.wrong(
+            "", "the key 'hub_key' is missing", "or authorities, where the pool has a certificate authority"
+        )
+    if config.hub_key:
+        _check_key(toml, "hub_key", config.hub_key)
     _check_trust(toml, config)
     for name, key in config.peers.items():
         _check_name(toml, name, name, "peers")

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,17 @@ import msgspec
 
 from agent import clock as real_clock
 from agent import hub_views, links
-from agent.config import HubConfig, trust_of
+from agent.config import HubConfig, SiteEntry, trust_of
 from agent.gangs import Gangs
+from agent.membership import Membership
 from agent.ports import Clock, Dialler, Store
 from agent.runs import Runs
 from agent.witnessing import Witnessing
-from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, StorageFailed, UsageError
+from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Refused, StorageFailed, UsageError
 from fedpool.identity import requests
+from fedpool.identity.certificates import Certificate
 from fedpool.identity.keys import parse_public
+from fedpool.identity.principals import persons_role, site_principal
 from fedpool.identity.requests import Opened
 from fedpool.leasing.demand import nearest
 from fedpool.leasing.pool import TenantDropped, TenantSet
@@ -38,9 +41,12 @@ from fedpool.transport.stream import Stream
 from fedpool.wire.idempotency import Answers
 from fedpool.wire.messages import (
     ById,
+    CertificateGiven,
     CordonState,
     CordonWanted,
     EventsWanted,
+    InviteWanted,
+    JoinApproved,
     LeaseAwaited,
     LeaseEnding,
     LeaseNotice,
@@ -56,9 +62,12 @@ from fedpool.wire.messages import (
     ProofWanted,
     RecordsPage,
     RecordsWanted,
+    RosterGiven,
+    RosterWanted,
     RunAgain,
     RunWanted,
     SeenCheckpoints,
+    SiteNamed,
     TenantNamed,
     Upload,
     UploadState,
@@ -121,21 +130,29 @@ class Hub:
         self.gangs = Gangs(store, self.links, names, self._lease_changed, clock, chance, config.strict)
         self.runs = Runs(self._store, self.gangs, self.links, self._state / "runs")
         self._witnessing = Witnessing(self.links)
+        self._dialler, self._chance = dialler, chance
+        # Of sites that dial in: {key: name} and {role: name}.
+        self._known: dict[bytes, str] = {}
+        self._roles: dict[str, str] = {}
+        self._link_tasks: dict[str, asyncio.Task[None]] = {}
         for entry in config.site:
-            self.links[entry.name] = links.SiteLink(
-                entry,
-                dialler,
-                clock,
-                chance,
-                self.runs.source,
-                self.gangs.description_wanted,
-                self._site_up,
-                self.gangs.site_down,
-                self._site_notice,
-            )
+            self._add_link(entry)
         self._answers: Answers[asyncio.Task[object]] = Answers()
         self._tasks: asyncio.TaskGroup | None = None
-        self._trust = trust_of(config)
+        self._trust = self.identity.trust = trust_of(config)
+        self._members: Membership | None = None
+        if self._trust is not None:
+            self._members = Membership(
+                self._trust,
+                store,
+                clock,
+                self.links,
+                config.listen_sites,
+                self._site_joined,
+                self._site_left,
+                self._begin,
+                directory / config.roster if config.roster else None,
+            )
         self._methods = self._reads()
         self._signed_methods = self._changes()
 
@@ -158,7 +175,15 @@ class Hub:
             "fed.events": (EventsWanted, lambda b: self.runs.events(self.runs.find(b.id), b.after, b.wait_s)),
             "fed.model": (ModelWanted, lambda b: self.runs.model(self.runs.find(b.id), b.round, b.offset, b.size)),
             "fed.hub_view": (HubViewWanted, lambda b: self.runs.hub_view(self.runs.find(b.id), b.site)),
+            "pool.roster": (RosterWanted, lambda body: self._membership().roster(body)),
+            "pool.joins": (msgspec.Struct, lambda _: self._membership().waiting()),
+            "pool.members": (msgspec.Struct, lambda _: self._membership().members()),
         }
+
+    def _membership(self) -> Membership:
+        if self._members is None:
+            raise Refused("this pool has no certificate authority", "ibshell pool init makes one that has")
+        return self._members
 
     def _changes(self) -> dict[str, tuple[type, Callable[[Any, Signed | None], Any]]]:
         """What has to be signed: {method: (type of the body, what answers it)}."""
@@ -178,22 +203,67 @@ class Hub:
             "fed.run": (RunWanted, self._fed_run),
             "fed.resume": (RunAgain, self._fed_resume),
             "fed.stop": (ById, self._fed_stop),
+            "pool.invite": (InviteWanted, lambda body, signed: self._membership().invite(body, signed)),
+            "pool.approve": (JoinApproved, lambda body, signed: self._membership().approve(body, signed)),
+            "pool.adopt": (RosterGiven, lambda body, signed: self._membership().adopt(body, signed)),
+            "pool.certificate": (CertificateGiven, lambda body, signed: self._membership().certificate(body, signed)),
+            "site.remove": (SiteNamed, lambda body, signed: self._membership().remove(body, signed)),
         }
+
+    def _add_link(self, entry: SiteEntry) -> links.SiteLink:
+        link = self.links[entry.name] = links.SiteLink(
+            entry,
+            self._dialler,
+            self._clock,
+            self._chance,
+            self.runs.source,
+            self.gangs.description_wanted,
+            self._site_up,
+            self.gangs.site_down,
+            self._site_notice,
+        )
+        if entry.mode == "reverse":
+            self._known[link.key] = entry.name
+            self._roles[site_principal(entry.name)] = entry.name
+        return link
+
+    def _site_joined(self, entry: SiteEntry) -> None:
+        self.gangs.machine.capacity.add(entry.name)
+        link = self._add_link(entry)
+        assert self._tasks is not None
+        self._link_tasks[entry.name] = self._tasks.create_task(link.run())
+
+    def _site_left(self, name: str) -> None:
+        link = self.links.pop(name, None)
+        if link is not None:
+            self._known.pop(link.key, None)
+            self._roles.pop(site_principal(name), None)
+            link.close()
+        task = self._link_tasks.pop(name, None)
+        if task is not None:
+            task.cancel()
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(coroutine)
 
     async def run(self) -> None:
         """Serve until cancelled."""
         users = {parse_public(key, f"users.{name}"): name for name, key in self.config.users.items()}
-        known = {link.key: link.name for link in self.links.values() if link.entry.mode == "reverse"}
         server: asyncio.Server | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self.start(tasks)
                 if self.config.listen_sites:
-                    acceptor = ssh.reverse_acceptor(self.identity, known, self._site_dialled_in)
+                    acceptor = ssh.reverse_acceptor(self.identity, self._known, self._roles, self._site_dialled_in)
                     await self._listen(tasks, self.config.listen_sites, acceptor)
                 if self.config.listen:
                     await self._listen(
-                        tasks, self.config.listen, ssh.server_acceptor(self.identity, users, self._serve_user)
+                        tasks,
+                        self.config.listen,
+                        ssh.server_acceptor(
+                            self.identity, users, self._serve_user, _role_of_user, guests=self._members is not None
+                        ),
                     )
                 server = await local.listen(self._socket, self.serve)
                 log.info("hub %s serves %d sites", self.config.name, len(self.links))
@@ -211,6 +281,8 @@ class Hub:
         tasks.create_task(self._witnessing.run())
         for link in self.links.values():
             tasks.create_task(link.run())
+        if self._members is not None:
+            await self._members.recover()
 
     async def _listen(self, tasks: asyncio.TaskGroup, address: str, acceptor: Any) -> None:
         listener = ssh.Listener(address, acceptor)
@@ -221,13 +293,21 @@ class Hub:
         await self.links[name].accept(connection)
 
     async def _serve_user(self, subsystem: str, stream: Stream, name: str) -> None:
-        if subsystem == ssh.CONTROL:
-            log.info("%s connected", name)
-            await self.serve(stream)
+        if subsystem != ssh.CONTROL:
+            return
+        if name.startswith(f"{ssh.GUEST}/") and self._members is not None:
+            public, members = bytes.fromhex(name.partition("/")[2]), self._members
+            await self._serve(stream, lambda request: members.answer_guest(public, request))
+            return
+        log.info("%s connected", name)
+        await self.serve(stream)
 
     async def serve(self, stream: Stream) -> None:
         """Serve one user's control channel."""
-        peer = Peer(stream, "hub", self.config.name, serve=self._answer)
+        await self._serve(stream, self._answer)
+
+    async def _serve(self, stream: Stream, answer: Callable[[Request], Awaitable[object]]) -> None:
+        peer = Peer(stream, "hub", self.config.name, serve=answer)
         with contextlib.suppress(ExceptionGroup):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(peer.run())
@@ -236,6 +316,8 @@ class Hub:
     async def _site_up(self, link: links.SiteLink) -> None:
         await self.gangs.site_up(link)
         self._witnessing.grew(link.name)
+        if self._members is not None:
+            await self._members.site_up(link)
 
     def _site_notice(self, link: links.SiteLink, notice: Notice) -> None:
         if notice.method == "lease.changed":
@@ -432,6 +514,10 @@ class Hub:
 
     async def _fed_stop(self, wanted: ById, signed: Signed | None) -> object:
         return await self.runs.stop(self.runs.find(wanted.id))
+
+
+def _role_of_user(certificate: Certificate) -> str:
+    return persons_role(certificate.principals)
 
 
 def _signed(request: Request) -> Signed:

@@ -143,6 +143,7 @@ def sites(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "backend": d.inventory.backend if d else "",
                 "epoch": d.epoch if d else None,
                 "cipher": link.negotiated.get("cipher", ""),
+                "key_exchange": link.negotiated.get("key_exchange", ""),
                 "error": "" if link.is_up else link.error.message,
             }
         )

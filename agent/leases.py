@@ -211,7 +211,11 @@ class SiteLeases:
         log.warning("refused: %s", error)
         record = self._refusals.record(str(asked), lease, error.message, self._clock.now())
         if record is not None:
-            await self._journal.write((), lambda _: self._ledger.wrote(), self._ledger.at([record]))
+            await self.record(record)
+
+    async def record(self, record: Record) -> None:
+        """Let the ledger say something that changes no lease."""
+        await self._journal.write((), lambda _: self._ledger.wrote(), self._ledger.at([record]))
 
     async def _commit(self, decision: GrantDecision, shown: Sequence[Record] = (), *, answered: bool = False) -> None:
         """Fold what was decided at once, so that the next decision builds on it; say and do nothing before it is durable."""

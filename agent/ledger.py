@@ -85,9 +85,7 @@ class SiteLedger:
         self.key = key_of(site, identity.public)
         self.origin = self.key.name
         self._grew = grew
-        self._witnesses = [
-            msgspec.structs.replace(key_of(name, public), kind=notes.COSIGNATURE) for name, public in witnesses.items()
-        ]
+        self._witnesses = witnesses
         self._witnessed: CheckpointWitnessed | None = None
         self._identity = identity
         self._store = store
@@ -98,6 +96,14 @@ class SiteLedger:
         self._last_ms = 0
         self._wanted = asyncio.Event()
         self._advancing = asyncio.Lock()
+
+    def _cosigners(self) -> list[notes.Key]:
+        """Whose cosignatures count now."""
+        return [
+            msgspec.structs.replace(key_of(name, public), kind=notes.COSIGNATURE)
+            for name, public in self._witnesses.items()
+            if name != self.site
+        ]
 
     # --- writing
 
@@ -199,7 +205,7 @@ class SiteLedger:
         """
         checkpoint = read_checkpoint(note, self.key)
         found = notes.decode(note)
-        cosigners = notes.signers(found, self._witnesses)
+        cosigners = notes.signers(found, self._cosigners())
         if not cosigners or (self._witnessed is not None and checkpoint.size < self._witnessed.size):
             return
         kept = tuple(one for one in found.signatures if one.name in cosigners or one.name == self.origin)

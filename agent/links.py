@@ -17,6 +17,7 @@ from agent.config import SiteEntry
 from agent.ports import Clock, Dialler
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Unreachable
 from fedpool.identity.keys import parse_public
+from fedpool.identity.principals import site_principal
 from fedpool.transport import ssh
 from fedpool.transport.bulk import BulkChannel, Source
 from fedpool.transport.identity import Identity
@@ -47,8 +48,9 @@ class SshDialler:
         key = parse_public(
             entry.host_key if stdio else entry.key, f"site {entry.name}: {'host_key' if stdio else 'key'}"
         )
-        user = (entry.user,) if stdio else ()
-        connection = await ssh.dial(entry.address, key, self._identity, entry.name, *user)
+        user = entry.user if stdio else ssh.USERNAME
+        role = "" if stdio else site_principal(entry.name)
+        connection = await ssh.dial(entry.address, key, self._identity, entry.name, user, role)
         try:
             stream: Stream
             if stdio:
@@ -126,6 +128,13 @@ class SiteLink:
         """Bulk payload bytes (from the site, to the site)."""
         bulk = self._bulk
         return self._bytes_in + (bulk.received if bulk else 0), self._bytes_out + (bulk.sent if bulk else 0)
+
+    def close(self) -> None:
+        """Give up what is connected now."""
+        if self._peer is not None:
+            self._peer.close()
+        if self._bulk is not None:
+            self._bulk.close()
 
     async def run(self) -> None:
         """Keep the link up until cancelled; a site that dials in comes through `accept` instead."""

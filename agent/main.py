@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   ibshell-agent hub --config hub.toml
   ibshell-agent site --config site.toml
   ibshell-agent key --state /var/lib/ibshell          make this party's key if there is none, and print its public half
+  ibshell-agent join ibshell1.…                       join a pool: makes a key, waits for the operator, writes site.toml
   ibshell-agent backup /var/lib/ibshell/site.db /backup/site-2026-12-01.db
   ibshell-agent restore /backup/site-2026-12-01.db /var/lib/ibshell/site.db     stop the agent first
   ibshell-agent stdio --socket /run/ibshell/site.sock fedpool     behind sshd: bridge to the site agent
@@ -46,6 +47,18 @@ def main() -> None:
         "--socket", type=Path, default=None, help="the agent's Unix socket (default: IBSHELL_AGENT_SOCKET)"
     )
     stdio.add_argument("subsystem", help="fedpool or fedpool-bulk")
+    join = commands.add_parser("join", help="join a pool as a site, with the token that its operator gave you")
+    join.add_argument("token", help="what ibshell site invite printed; - reads it from standard input")
+    join.add_argument("--state", type=Path, default=Path(), help="directory for the site's key and database")
+    join.add_argument(
+        "--config", type=Path, default=None, help="configuration to write (default: site.toml in --state)"
+    )
+    join.add_argument(
+        "--listen", default="", metavar="HOST:PORT", help="let the hub dial in, instead of dialling out to it"
+    )
+    join.add_argument("--nodes", type=int, default=1, help="simulated nodes")
+    join.add_argument("--gpus-per-node", type=int, default=2, help="simulated GPUs of a node")
+    join.add_argument("--gpu-type", default="h100", help="their type")
     backup = commands.add_parser("backup", help="copy an agent's database while it runs")
     backup.add_argument("database", type=Path, help="hub.db or site.db in the agent's state directory")
     backup.add_argument("copy", type=Path, help="the file to make")
@@ -66,6 +79,8 @@ def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "key":
             return _key(arguments.state)
+        case "join":
+            return _join(arguments)
         case "stdio":
             from agent.stdio import bridge
 
@@ -96,6 +111,30 @@ def _key(state: Path) -> int:
     identity = Identity.load(path) if path.exists() else Identity.create(path)
     print(public_line(identity.public))
     print(fingerprint(identity.public), file=sys.stderr)
+    return 0
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    from agent.join import join_site
+
+    logging.getLogger("asyncssh").setLevel(logging.WARNING)
+    line = sys.stdin.readline() if arguments.token == "-" else arguments.token
+    config = arguments.config or arguments.state / "site.toml"
+    simulated = (
+        ("nodes", arguments.nodes),
+        ("gpus_per_node", arguments.gpus_per_node),
+        ("gpu_type", arguments.gpu_type),
+    )
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        asyncio.run(join_site(line, arguments.state, config, arguments.listen, simulated, say))
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on with the same key")
+        return 130
+    print(f"joined; start the agent: ibshell-agent site --config {config}")
     return 0
 
 

@@ -21,13 +21,18 @@ from agent.ledger import SiteLedger
 from agent.ports import Clock, Launcher, Store
 from agent.probes import DeviceProbe
 from agent.programs import Task
+from agent.rosters import Rosters
 from agent.site_rounds import SiteRounds
 from agent.witness import Witness
 from fedpool import __version__
-from fedpool.errors import IbshellError, NotAuthorised, NotFound, StorageFailed, Unreachable, UsageError
+from fedpool.errors import IbshellError, NotAuthorised, NotFound, Refused, StorageFailed, Unreachable, UsageError
 from fedpool.federation import plan as plans
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
-from fedpool.identity.keys import parse_public
+from fedpool.identity import certificates
+from fedpool.identity.certificates import Certificate
+from fedpool.identity.keys import fingerprint, parse_public
+from fedpool.identity.principals import HUB, site_principal
+from fedpool.identity.roster import Roster
 from fedpool.leasing.gate import Gate
 from fedpool.leasing.requests import (
     Abort,
@@ -42,6 +47,7 @@ from fedpool.leasing.requests import (
     Transfer,
     Uncordon,
 )
+from fedpool.ledger.records import RosterObeyed
 from fedpool.names import require_id
 from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
@@ -51,6 +57,7 @@ from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream, Stream
 from fedpool.wire.messages import (
+    CertificateGiven,
     CordonState,
     DescriptionWanted,
     LeaseNotice,
@@ -58,6 +65,7 @@ from fedpool.wire.messages import (
     Nothing,
     ProofWanted,
     RecordsWanted,
+    RosterGiven,
     SiteDescription,
     TaskEnded,
     TaskWanted,
@@ -108,16 +116,18 @@ class SiteAgent:
         self._socket = directory / config.socket
         self._data = str((directory / config.data).resolve()) if config.data else ""
         self.identity = Identity.load(self._state / "identity")
-        self._hub_keys = {parse_public(config.hub_key, "hub_key"): "hub"}
+        self._hub_keys = {parse_public(config.hub_key, "hub_key"): "hub"} if config.hub_key else {}
         self._store = store
         self._clock = clock
         self._chance = random.SystemRandom()  # spreads attempts to dial
         self._inventory = probe.snapshot()
-        peers = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
+        trust = self.identity.trust = trust_of(config)
+        pinned = {name: parse_public(key, f"peers.{name}") for name, key in config.peers.items()}
+        peers = trust.sites if trust is not None and not pinned else pinned
         self.ledger = SiteLedger(config.name, self.identity, store, clock, peers, self._grew)
         self._witness = Witness(peers, self.identity, self.ledger, store, clock)
         launcher = launcher or LocalLauncher()
-        trust = trust_of(config)
+        self._rosters = None if trust is None else Rosters(trust, store, self._roster_adopted)
         self._gate = None if trust is None else Gate(config.name, trust, self._inventory.devices())
         self.leases = SiteLeases(
             config.name, self._inventory, config.policy, store, self._changed, clock, launcher, self.ledger, self._gate
@@ -144,7 +154,7 @@ class SiteAgent:
                 await self.start(tasks)
                 server = await local.listen(self._socket, self._stdio)
                 if self.config.listen:
-                    acceptor = ssh.server_acceptor(self.identity, self._hub_keys, self.serve)
+                    acceptor = ssh.server_acceptor(self.identity, self._hub_keys, self.serve, _role_of_hub)
                     listener = ssh.Listener(self.config.listen, acceptor)
                     log.info("site %s listens on %s", self.config.name, listener.bind())
                     tasks.create_task(listener.run())
@@ -164,6 +174,8 @@ class SiteAgent:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Read everything back, end what a dead run of this agent left, and let time pass."""
         tasks.create_task(self._store.lost())
+        if self._rosters is not None:
+            await self._rosters.recover()
         await self._rounds.recover()
         await self._witness.recover()
         await self.leases.recover()
@@ -175,7 +187,9 @@ class SiteAgent:
         while True:
             started = self._clock.now()
             try:
-                await ssh.dial_reverse(self.config.hub, self.identity, self._hub_keys, self.serve, (subsystem,))
+                await ssh.dial_reverse(
+                    self.config.hub, self.identity, self._hub_keys, self.serve, _role_of_hub, (subsystem,)
+                )
                 log.info("the %s connection to the hub ended", subsystem)
             except IbshellError as error:
                 log.info("%s", error)
@@ -302,6 +316,12 @@ class SiteAgent:
                 return Nothing()
             case "ledger.seen":
                 return self._witness.seen()
+            case "roster.adopt":
+                await self._adopt(from_body(body, RosterGiven, method))
+                return Nothing()
+            case "identity.install":
+                self._install(from_body(body, CertificateGiven, method))
+                return Nothing()
             case "task.start":
                 return await self._start_task(from_body(body, TaskWanted, method))
             case "task.stop":
@@ -316,8 +336,50 @@ class SiteAgent:
             case _:
                 raise UsageError(f"a site does not know the method {method!r}", "is the hub of a newer release?")
 
+    async def _adopt(self, given: RosterGiven) -> None:
+        """Go by a new roster; one that no authority has signed is refused, and that is recorded."""
+        if self._rosters is None:
+            raise Refused(f"{self.config.name} goes by keys that its own configuration names")
+        try:
+            await self._rosters.take(given.roster)
+        except NotAuthorised as error:
+            await self.leases.refused("roster", "", error)
+            raise
+
+    async def _roster_adopted(self, roster: Roster, digest: str) -> None:
+        await self.leases.record(
+            RosterObeyed(
+                number=roster.number,
+                digest=digest,
+                authorities=tuple(fingerprint(authority) for authority in roster.authority_keys()),
+                denied_serials=roster.denied_serials,
+                denied_keys=roster.denied_keys,
+            )
+        )
+
+    def _install(self, given: CertificateGiven) -> None:
+        """Take a new certificate of this site's own key; whoever connects from now on sees it.
+
+        Raises:
+            NotAuthorised: it is not this site's, or from nobody who is believed.
+        """
+        trust = self.identity.trust
+        if trust is None:
+            raise Refused(f"{self.config.name} goes by keys that its own configuration names")
+        found = certificates.parse(given.certificate, "the new certificate")
+        trust.require(found, certificates.HOST, site_principal(self.config.name), self._clock.unix())
+        if found.public != self.identity.public:
+            raise NotAuthorised(f"a certificate of another key than that of {self.config.name}")
+        known = self.identity.certificate(certificates.HOST)
+        if known is not None and known.valid_before >= found.valid_before and known.authority == found.authority:
+            raise Refused(
+                f"a certificate until {found.valid_before}; {self.config.name} has one until {known.valid_before}"
+            )
+        self.identity.install(found)
+
     def _describe(self, known: dict[str, int]) -> SiteDescription:
         machine = self.leases.machine
+        certificate = self.identity.certificate(certificates.HOST)
         return SiteDescription(
             name=self.config.name,
             identity=self.identity.public,
@@ -330,6 +392,8 @@ class SiteAgent:
             boottime=self._clock.now(),
             cordons=dict(machine.cordons),
             known=known,
+            certificate_until=certificate.valid_before if certificate is not None else 0,
+            roster=self.identity.trust.number if self.identity.trust is not None else 0,
         )
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:
@@ -370,3 +434,7 @@ class SiteAgent:
             await task.finish(ended.reason)
         self._rounds.end_run(ended.run)
         return Nothing()
+
+
+def _role_of_hub(certificate: Certificate) -> str:
+    return HUB

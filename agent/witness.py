@@ -58,7 +58,7 @@ class Witness:
     def __init__(
         self, peers: Mapping[str, bytes], identity: Identity, ledger: SiteLedger, store: Store, clock: Clock
     ) -> None:
-        self._keys = {site: key_of(site, public) for site, public in peers.items()}
+        self._peers = peers
         self._identity = identity
         self._ledger = ledger
         self._store = store
@@ -85,9 +85,10 @@ class Witness:
             IntegrityError: it is not that site's, or does not continue what was cosigned before; that is recorded.
             StorageFailed: it could not be kept, so it is not cosigned.
         """
-        key = self._keys.get(wanted.site)
-        if key is None:
+        public = self._peers.get(wanted.site)
+        if public is None or wanted.site == self._ledger.site:
             raise NotAuthorised(f"{self._ledger.site} is no witness of {wanted.site!r}", "add it to [peers]")
+        key = key_of(wanted.site, public)
         checkpoint = read_checkpoint(wanted.note, key)
         async with self._one:
             known = self._seen.get(wanted.site)

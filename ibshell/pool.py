@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import random
@@ -17,16 +18,19 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedpool.client import Connection, connect
 from fedpool.errors import Failed, IbshellError, Refused, TimedOut, Unreachable
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.wire.messages import Listing, Nothing
-from ibshell import settings
-from ibshell.signing import PoolSigner
+from ibshell import contexts, settings
+
+if TYPE_CHECKING:
+    from fedpool.transport.identity import Identity
+    from ibshell.authority import Authority
 
 START_TIMEOUT_S = 60.0
 START_SITE_S = 0.2  # more for every site
@@ -82,35 +86,55 @@ class LocalPool:
         temporary.write_text(json.dumps(roster))
         temporary.replace(self._roster)
 
-    def create(self, sites: Sequence[SimulatedSite], reverse: Callable[[int], bool]) -> None:
+    def create(
+        self,
+        sites: Sequence[SimulatedSite],
+        reverse: Callable[[int], bool],
+        listen: str = "",
+        listen_sites: str = "",
+        authority: Path | None = None,
+    ) -> None:
         """Make keys and configurations.
 
         Args:
             sites: the simulated sites, each with count 1.
             reverse: whether the site at this position dials out to the hub instead of being dialled.
+            listen: `host:port` for people, or "" for a free port of this machine alone.
+            listen_sites: the same for sites.
+            authority: public key of a certificate authority that ssh-agent has; None makes one in a file.
 
         Raises:
             Refused: a pool of that name runs.
         """
         if self.processes():
             raise Refused(f"the pool {self.name!r} is running", "ibshell down ends it; ibshell status shows it")
+        from fedpool.identity.certificates import HOST, USER
         from fedpool.identity.keys import public_line
+        from fedpool.identity.principals import HUB, site_principal
         from fedpool.transport.identity import Identity
+        from ibshell.operator import Operator
 
         shutil.rmtree(self.directory, ignore_errors=True)
         hub = self.directory / "hub"
-        hub_key = public_line(Identity.create(hub / "identity").public)
-        trusted = self._found()
-        ports = free_ports(len(sites) + 1)
-        keys = {
-            site.name: public_line(Identity.create(self.site_directory(site.name) / "identity").public)
-            for site in sites
-        }
+        vouching, trusted = self._found(authority)
+        hub_key = Identity.create(hub / "identity")
+        _certify(vouching, hub_key, USER, HUB)
+        _certify(vouching, hub_key, HOST, HUB)
+        ports = free_ports(len(sites) + 2)
+        listen = listen or f"127.0.0.1:{ports[-2]}"
+        listen_sites = listen_sites or f"127.0.0.1:{ports[-1]}"
+        keys = {}
+        for site in sites:
+            key = Identity.create(self.site_directory(site.name) / "identity")
+            _certify(vouching, key, HOST, site_principal(site.name))
+            keys[site.name] = public_line(key.public)
         lines = [
             f"name = {_toml(self.name)}",
             f"socket = {_toml(str(self.socket))}",
             *trusted,
-            f'listen_sites = "127.0.0.1:{ports[-1]}"',
+            f"roster = {_toml(str(self.authority / 'roster.json'))}",
+            f"listen = {_toml(listen)}",
+            f"listen_sites = {_toml(listen_sites)}",
         ]
         for position, site in enumerate(sites):
             dials_out = reverse(position)
@@ -120,48 +144,51 @@ class LocalPool:
             own = [
                 f"name = {_toml(site.name)}",
                 f"socket = {_toml(str(self.sockets / f'{site.name}.sock'))}",
-                f"hub_key = {_toml(hub_key)}",
                 *trusted,
-                f'hub = "127.0.0.1:{ports[-1]}"' if dials_out else f"listen = {_toml(address)}",
+                f"hub = {_toml(listen_sites)}" if dials_out else f"listen = {_toml(address)}",
                 'data = "data"',
                 f"minimum_cohort = {min(3, len(sites))}" if len(sites) > 1 else "minimum_cohort = 2",
                 "",
                 "[simulated]",
                 *(f"{key} = {_toml(getattr(site, key))}" for key in SimulatedSite.__struct_fields__),
-                "",
-                "[peers]",
-                *(f"{_toml(name)} = {_toml(key)}" for name, key in keys.items() if name != site.name),
             ]
             (self.site_directory(site.name) / "data").mkdir()
             (self.site_directory(site.name) / "site.toml").write_text("\n".join(own) + "\n")
+        Operator(self.authority, contexts.load(self.client).pool).amend(sites=keys)
         (hub / "hub.toml").write_text("\n".join(lines) + "\n")
 
-    def _found(self) -> list[str]:
-        """Make the pool's certificate authority and this user's key; returns what every configuration says of the pool."""
-        import hashlib
+    def _found(self, public: Path | None) -> tuple[Authority, list[str]]:
+        """Make the pool's certificate authority and this user's key.
 
-        from fedpool.identity.keys import public_line
+        Returns:
+            The authority, and what every configuration says of the pool.
+        """
+        from fedpool.identity.keys import parse_public, public_line
         from fedpool.transport.identity import Identity
+        from ibshell.authority import Authority
 
-        authority = Identity.create(self.directory / "authority" / "identity").public
-        Identity.create(self.directory / "client" / "identity")
-        pool = f"{self.name}@{hashlib.sha256(authority).hexdigest()[:12]}"
-        trusted = [f"pool = {_toml(pool)}", f"authorities = [{_toml(public_line(authority))}]"]
-        (self.directory / "client" / "pool.toml").write_text("\n".join(trusted) + "\n")
-        return trusted
+        if public is None:
+            Identity.create(self.authority / "identity")
+        else:
+            line = public_line(parse_public(public.read_text(), str(public)))
+            self.authority.mkdir(parents=True, mode=0o700)
+            (self.authority / "identity.pub").write_text(line + "\n")
+        authority = Authority(self.authority)
+        Identity.create(self.client / "identity")
+        pool = f"{self.name}@{hashlib.sha256(authority.public).hexdigest()[:12]}"
+        line = public_line(authority.public)
+        contexts.save(self.client, contexts.Context(pool, (line,)))
+        return authority, [f"pool = {_toml(pool)}", f"authorities = [{_toml(line)}]"]
 
-    def signer(self) -> PoolSigner | None:
-        """This user's signer; None for a pool of an earlier release, which does not ask for signatures."""
-        try:
-            about = tomllib.loads((self.directory / "client" / "pool.toml").read_text())
-        except FileNotFoundError:
-            return None
-        return PoolSigner(
-            about["pool"],
-            about["authorities"],
-            self.directory / "client" / "identity",
-            self.directory / "authority" / "identity",
-        )
+    @property
+    def client(self) -> Path:
+        """What this user needs to ask the hub."""
+        return self.directory / "client"
+
+    @property
+    def authority(self) -> Path:
+        """The certificate authority's directory."""
+        return self.directory / "authority"
 
     def site_names(self) -> list[str]:
         """The pool's sites."""
@@ -279,8 +306,15 @@ class LocalPool:
                 f"no pool {self.name!r} is running on this machine",
                 "start one: ibshell up   (or name another: IBSHELL_POOL=ssh://HOST:PORT)",
             ) from error
-        hub.signer = self.signer()
+        hub.signer = contexts.signer(self.client, self.authority / "identity")
         return hub
+
+
+LOCAL_DAYS = 365  # nobody renews what a pool on one machine has
+
+
+def _certify(authority: Authority, key: Identity, kind: str, principal: str) -> None:
+    key.install(authority.issue(kind, key.public, (principal,), principal, LOCAL_DAYS * 86400.0))
 
 
 _libc = ctypes.CDLL(None)

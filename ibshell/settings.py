@@ -37,8 +37,15 @@ def runtime_directory() -> Path:
 
 
 def pool_name() -> str:
-    """The pool commands talk to: IBSHELL_POOL, or `local`."""
-    return os.environ.get("IBSHELL_POOL") or LOCAL_POOL
+    """The pool commands talk to: IBSHELL_POOL, what `ibshell pool use` chose, or `local`."""
+    return os.environ.get("IBSHELL_POOL") or _chosen() or LOCAL_POOL
+
+
+def _chosen() -> str:
+    try:
+        return (config_directory() / "current").read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def pool_directory(name: str) -> Path:

@@ -13,10 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fedpool.errors import NotAuthorised, NotFound
 from fedpool.records import Signed
 
 if TYPE_CHECKING:
+    from fedpool.client.connection import Connection
     from fedpool.identity.certificates import Certificate
     from fedpool.identity.trust import Trust
     from fedpool.transport.identity import Identity
@@ -29,15 +32,15 @@ class PoolSigner:
 
     Args:
         pool: the pool's identity.
-        authorities: public key lines of those who may certify in it.
-        key: path of the private key.
+        authorities: public key lines of those who may certify in it, before any roster is known.
+        directory: with the private key, its certificate, and the latest roster.
         authority: path of the authority's private key, where it is on this machine.
     """
 
-    def __init__(self, pool: str, authorities: Sequence[str], key: Path, authority: Path | None = None) -> None:
+    def __init__(self, pool: str, authorities: Sequence[str], directory: Path, authority: Path | None = None) -> None:
         self._pool = pool
         self._authorities = authorities
-        self._key_path = key
+        self._directory = directory
         self._authority_path = authority
         self._issued: dict[str, Certificate] = {}
 
@@ -45,7 +48,7 @@ class PoolSigner:
     def _identity(self) -> Identity:
         from fedpool.transport.identity import Identity
 
-        return Identity.load(self._key_path)
+        return Identity.load(self._directory / "identity")
 
     @cached_property
     def _authority(self) -> Identity | None:
@@ -65,7 +68,7 @@ class PoolSigner:
         known = self._issued.get(principal)
         if known is not None and now < known.valid_before - 60:
             return known
-        own = self._identity.certificate()
+        own = self._identity.certificate(certificates.USER)
         if own is not None and principal in own.principals and now < own.valid_before:
             return own
         if self._authority is None:
@@ -93,7 +96,28 @@ class PoolSigner:
         from fedpool.identity.keys import parse_public
         from fedpool.identity.trust import Trust
 
-        return Trust(self._pool, tuple(parse_public(line, "authorities") for line in self._authorities))
+        trust = Trust(self._pool, tuple(parse_public(line, "authorities") for line in self._authorities))
+        known = self._roster()
+        if known is not None:
+            trust.restore(known)
+        return trust
+
+    def _roster(self) -> Signed | None:
+        try:
+            return msgspec.json.decode((self._directory / "roster.json").read_bytes(), type=Signed)
+        except FileNotFoundError:
+            return None
+
+    def refresh(self, hub: Connection) -> None:
+        """Take the hub's roster, where it has a newer one that an authority has signed."""
+        from fedpool.wire.messages import RosterShown, RosterWanted
+
+        trust = self.trust()
+        for shown in hub.call("pool.roster", RosterWanted(trust.number), RosterShown).rosters:
+            trust.adopt(shown)
+            temporary = self._directory / "roster.json.new"
+            temporary.write_bytes(msgspec.json.encode(shown))
+            temporary.replace(self._directory / "roster.json")
 
     def signed_plan(self, signed: Signed, tenant: str) -> str:
         """The plan in a request for a run that somebody of a tenant has signed.
@@ -110,7 +134,9 @@ class PoolSigner:
             raise NotAuthorised(
                 f"the hub shows a request of {payload.principal} for {payload.method} as {tenant}'s run"
             )
-        return requests.open_(signed, self.trust(), payload.method, RunAgain, payload.time_ms / 1000).body.plan
+        return requests.open_(
+            signed, self.trust().of_the_past(), payload.method, RunAgain, payload.time_ms / 1000
+        ).body.plan
 
     def sign(self, method: str, body: object, principal: str, sites: tuple[str, ...] = ()) -> Signed:
         """Sign a request as somebody.

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError
+from fedpool.identity.principals import HUB
+from fedpool.identity.trust import Trust
 from fedpool.transport import ssh
 from fedpool.transport.identity import Identity
 
@@ -21,13 +23,15 @@ Result = TypeVar("Result")
 class _SshPipe:
     """An SSH channel as a `Pipe`."""
 
-    def __init__(self, address: str, host_key: bytes, identity: Identity) -> None:
+    def __init__(self, address: str, host_key: bytes | None, identity: Identity) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="ssh")
         self._thread.start()
         self._timeout: float | None = 30.0
         try:
-            self._connection = self._run(ssh.dial(address, host_key, identity, "the hub"))
+            self._connection = self._run(
+                ssh.dial(address, host_key, identity, "the hub", role=HUB if identity.trust is not None else "")
+            )
             self._stream = self._run(ssh.open_channel(self._connection, ssh.CONTROL))
         except IbshellError:
             self._end_loop()
@@ -61,17 +65,20 @@ class _SshPipe:
         self._end_loop()
 
 
-def connect_ssh(address: str, host_key: bytes, key_path: Path) -> Connection:
+def connect_ssh(address: str, host_key: bytes | None, key_path: Path, trust: Trust | None = None) -> Connection:
     """Connect to a hub's SSH port.
 
     Args:
         address: `host:port`.
-        host_key: the hub's public key, which it must prove.
-        key_path: this user's private key.
+        host_key: the hub's public key, which it must prove; None where a certificate of the pool's is needed.
+        key_path: this user's private key, with its certificate beside it.
+        trust: whose certificates are believed.
 
     Raises:
         NotAuthorised: another host key, or this user's key is not on the hub's list.
         Unreachable: nobody answers.
     """
-    pipe = _SshPipe(address, host_key, Identity.load(key_path))
+    identity = Identity.load(key_path)
+    identity.trust = trust
+    pipe = _SshPipe(address, host_key, identity)
     return Connection(pipe, "client", key_path.name, f"the hub at {address}")

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedpool.errors import UsageError
+from fedpool.identity.keys import public_line
 from fedpool.identity.principals import require_principal
 
 USER, HOST = "user", "host"
@@ -53,6 +54,11 @@ class Certificate(msgspec.Struct, frozen=True):
     valid_after: int
     valid_before: int
     blob: bytes
+
+    @property
+    def public_line(self) -> str:
+        """The key that is vouched for, as a file `….pub` has it."""
+        return public_line(self.public)
 
     @property
     def line(self) -> str:

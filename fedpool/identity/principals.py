@@ -1,5 +1,7 @@
 """The roles that certificates give."""
 
+from collections.abc import Sequence
+
 from fedpool.errors import UsageError
 from fedpool.names import NAME, RULE
 
@@ -30,3 +32,8 @@ def require_principal(principal: str) -> str:
     raise UsageError(
         f"{principal[:80]!r} is no role", f"operator, auditor, hub, tenant/NAME or site/NAME; a name is {RULE}"
     )
+
+
+def persons_role(principals: Sequence[str]) -> str:
+    """The first role of a person among a certificate's; "" where there is none."""
+    return next((one for one in principals if one in (OPERATOR, AUDITOR) or one.startswith("tenant/")), "")

@@ -74,6 +74,10 @@ class RequestSigner(Protocol):
         """
         ...
 
+    def refresh(self, hub: Any) -> None:
+        """Take the hub's roster, where it has a newer one that an authority has signed."""
+        ...
+
     def trust(self) -> Trust:
         """Whom it believes."""
         ...

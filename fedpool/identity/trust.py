@@ -9,6 +9,8 @@ from fedpool.errors import NotAuthorised, UsageError
 from fedpool.identity import certificates
 from fedpool.identity.certificates import Certificate
 from fedpool.identity.keys import fingerprint
+from fedpool.identity.roster import Roster, open_, read
+from fedpool.records import Signed
 
 _KEPT = 4096  # certificates whose signature has been checked
 
@@ -17,12 +19,10 @@ class Denied(msgspec.Struct, frozen=True):
     """What is believed no longer, although it has not expired.
 
     Attributes:
-        number: of the list; a later one has a larger number.
         serials: of certificates.
         keys: fingerprints, of keys in whatever certificate.
     """
 
-    number: int = 0
     serials: frozenset[int] = frozenset()
     keys: frozenset[str] = frozenset()
 
@@ -32,17 +32,49 @@ class Trust:
 
     Args:
         pool: the pool's identity, by which its requests are told from another pool's.
-        authorities: the 32 bytes of each certificate authority; two while it changes.
+        authorities: the 32 bytes of each certificate authority that is believed before any roster is known.
 
     Attributes:
-        denied: the latest list of what is believed no longer.
+        number: of the latest roster.
+        denied: what is believed no longer.
+        sites: {name: key} of the pool's sites; the same object whatever roster comes.
     """
 
     def __init__(self, pool: str, authorities: tuple[bytes, ...]) -> None:
         self.pool = pool
         self.authorities = authorities
+        self.number = 0
         self.denied = Denied()
+        self.sites: dict[str, bytes] = {}
+        self._former: tuple[bytes, ...] = ()
         self._parsed: OrderedDict[bytes, Certificate] = OrderedDict()
+
+    def adopt(self, signed: Signed) -> Roster:
+        """Go by a roster from now on.
+
+        Raises:
+            NotAuthorised, Refused, UsageError: see `roster.open_`; nothing has changed.
+        """
+        found = open_(signed, self.pool, self.authorities, self.number)
+        self._go_by(found)
+        return found
+
+    def restore(self, signed: Signed) -> None:
+        """Go by a roster that was adopted before and kept; who has signed it may be believed no longer."""
+        self._go_by(read(signed))
+
+    def _go_by(self, found: Roster) -> None:
+        self.authorities, self.number = found.authority_keys(), found.number
+        self._former = found.former_keys()
+        self.denied = Denied(frozenset(found.denied_serials), frozenset(found.denied_keys))
+        sites = found.site_keys()
+        for gone in self.sites.keys() - sites.keys():
+            del self.sites[gone]
+        self.sites.update(sites)
+
+    def of_the_past(self) -> "Trust":
+        """Whom somebody believes who looks at what was done: every authority in its time, and who was not revoked then."""
+        return Trust(self.pool, (*self.authorities, *self._former))
 
     def certificate(self, blob: bytes) -> Certificate:
         """A certificate whose own signature is right; checked once.

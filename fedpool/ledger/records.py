@@ -107,6 +107,24 @@ class Requested(Record, frozen=True, kw_only=True, tag="request"):
     signature: str
 
 
+class RosterObeyed(Record, frozen=True, kw_only=True, tag="roster"):
+    """The site goes by a new roster of its pool.
+
+    Attributes:
+        number: of the roster.
+        digest: hexadecimal SHA-256 of what is signed.
+        authorities: fingerprints of those who may certify from now on.
+        denied_serials: of certificates that are believed no longer.
+        denied_keys: fingerprints of keys that are believed no longer.
+    """
+
+    number: int
+    digest: str
+    authorities: tuple[str, ...]
+    denied_serials: tuple[int, ...] = ()
+    denied_keys: tuple[str, ...] = ()
+
+
 class Refusal(Record, frozen=True, kw_only=True, tag="refusal"):
     """The site has been asked for something that nobody with the right to it had signed.
 
@@ -183,6 +201,7 @@ AnyRecord: TypeAlias = (
     | Uncordoned
     | WitnessRefused
     | Requested
+    | RosterObeyed
     | Refusal
     | LeaseSaid
     | LeaseDevices

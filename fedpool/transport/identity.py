@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -14,6 +14,7 @@ from fedpool.errors import NotFound, UsageError
 from fedpool.identity import certificates
 from fedpool.identity.certificates import Certificate
 from fedpool.identity.keys import public_line
+from fedpool.identity.trust import Trust
 
 if TYPE_CHECKING:
     import asyncssh
@@ -26,12 +27,14 @@ class Identity:
         signing: the private key.
         public: the 32 bytes of the public one.
         path: where it lies.
+        trust: whom its owner believes beside keys that are pinned, or None.
     """
 
     def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
         self.signing = key
         self.public = key.public_key().public_bytes_raw()
         self.path = path
+        self.trust: Trust | None = None
         self._pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
         )
@@ -43,28 +46,48 @@ class Identity:
 
         return asyncssh.import_private_key(self._pem)
 
-    @property
-    def certificate_path(self) -> Path:
-        """Where its certificate lies: `identity-cert.pub` beside `identity`."""
-        assert self.path is not None
-        return self.path.with_name(f"{self.path.name}-cert.pub")
+    def certificate_path(self, kind: str) -> Path:
+        """Where a certificate of it lies: `identity-cert.pub` or `identity-host-cert.pub` beside `identity`.
 
-    def certificate(self) -> Certificate | None:
-        """Its certificate as it is on disk now, None where there is none.
+        Args:
+            kind: certificates.USER or HOST.
+        """
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}{'-host' if kind == certificates.HOST else ''}-cert.pub")
+
+    def certificate(self, kind: str) -> Certificate | None:
+        """A certificate of it as it is on disk now, None where there is none.
 
         Raises:
             UsageError: what is there is none, or another key's.
         """
         if self.path is None:
             return None
+        path = self.certificate_path(kind)
         try:
-            line = self.certificate_path.read_text()
+            line = path.read_text()
         except FileNotFoundError:
             return None
-        found = certificates.parse(line, str(self.certificate_path))
+        found = certificates.parse(line, str(path))
         if found.public != self.public:
-            raise UsageError(f"{self.certificate_path} is the certificate of another key than {self.path}")
+            raise UsageError(f"{path} is the certificate of another key than {self.path}")
         return found
+
+    def install(self, certificate: Certificate) -> None:
+        """Put a certificate beside the key; whoever connects from now on shows it."""
+        path = self.certificate_path(certificate.kind)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(certificate.line + "\n")
+        temporary.replace(path)
+
+    def keys(self, kind: str) -> list[Any]:
+        """The key as asyncssh is to show it: with its certificate where there is one, and bare to whoever knows it."""
+        import asyncssh
+
+        found = self.certificate(kind)
+        if found is None:
+            return [self.ssh]
+        return [(self.ssh, asyncssh.import_certificate(found.line))]
 
     @classmethod
     def create(cls, path: Path) -> Identity:

@@ -1,10 +1,11 @@
-"""SSH with pinned keys, in all three directions, and nothing but our own subsystems.
+"""SSH with certificates or pinned keys, in all three directions, and nothing but our own subsystems.
 
 - hub dials site:        `Acceptor` at the site (SSH server), `dial` at the hub.
 - site dials hub:        `ReverseAcceptor` at the hub (SSH client on an accepted connection), `dial_reverse` at the site.
 - behind OpenSSH:        `dial` to a stock sshd, then `open_command` runs `ibshell-agent stdio` there.
 
-In each the hub is the SSH client and authenticates with its key, and the site proves its host key; both are pinned. No shell,
+In each the hub is the SSH client and authenticates with its key, and the site proves its host key; both are pinned, or the pool's
+authority vouches for them, less what it has denied again. No shell,
 pty, forwarding, sftp or password is offered; handshakes in flight and sessions per connection are bounded, and a peer that does
 not read what it asked for is cut off. Only AES-GCM (asyncssh would prefer chacha20, three times slower), ML-KEM first.
 """
@@ -12,14 +13,17 @@ not read what it asked for is cut off. Only AES-GCM (asyncssh would prefer chach
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import asyncssh
 from asyncssh.connection import SSHConnection
 from asyncssh.stream import SSHServerStreamSession
 
-from fedpool.errors import NotAuthorised, Unreachable, UsageError
+from fedpool.errors import IbshellError, NotAuthorised, Unreachable, UsageError
+from fedpool.identity.certificates import HOST, USER, Certificate
 from fedpool.identity.keys import fingerprint, public_line
 from fedpool.transport.identity import Identity
 from fedpool.transport.stream import SshStream, Stream
@@ -30,6 +34,7 @@ CONTROL = "fedpool"
 BULK = "fedpool-bulk"
 SUBSYSTEMS = (CONTROL, BULK)
 USERNAME = "fedpool"
+GUEST = "join"  # whoever has proved a key, and may do no more than ask that it be vouched for
 
 # A dead peer is noticed within interval * (count + 1) = 20 s.
 KEEPALIVE_S = 5
@@ -74,10 +79,12 @@ _CLIENT: dict[str, Any] = {
     "kbdint_auth": False,
     "host_based_auth": False,
     "gss_auth": False,
-    "server_host_key_algs": ["ssh-ed25519"],
+    "server_host_key_algs": ["ssh-ed25519-cert-v01@openssh.com", "ssh-ed25519"],
     "preferred_auth": ["publickey"],
 }
 
+# Says which role of a certificate counts.
+Role = Callable[[Certificate], str]
 # Called with the subsystem, the stream and the name bound to the peer's key; the channel closes when it returns.
 Serve = Callable[[str, Stream, str], Awaitable[None]]
 
@@ -112,7 +119,18 @@ class _Session(SSHServerStreamSession[bytes]):
 class _Server(asyncssh.SSHServer):
     """One accepted connection of a peer whose public key is on the list."""
 
-    def __init__(self, serve: Serve, authorized: Mapping[bytes, str], subsystems: Sequence[str] = SUBSYSTEMS) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        serve: Serve,
+        authorized: Mapping[bytes, str],
+        role: Role,
+        subsystems: Sequence[str] = SUBSYSTEMS,
+        guests: bool = False,
+    ) -> None:
+        self._guests = guests
+        self._trust = identity.trust
+        self._role = role
         self.serve = serve
         self.subsystems = subsystems
         self.sessions = 0
@@ -122,6 +140,21 @@ class _Server(asyncssh.SSHServer):
 
     def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
         self._connection = conn
+        _observe(conn)
+        # asyncssh shows its owner only the authority of a certificate; serial and roles count as well.
+        conn._validate_openssh_certificate = self._certified  # type: ignore[method-assign]
+
+    async def _certified(self, username: str, cert: Any) -> Any:
+        if self._trust is None:
+            return None
+        try:
+            certificate = self._trust.certificate(cert.public_data)
+            self._trust.require(certificate, USER, self._role(certificate), time.time())
+        except IbshellError as error:
+            log.warning("refused: %s", error)
+            return None
+        self.peer_name = certificate.key_id
+        return cert.key
 
     def begin_auth(self, username: str) -> bool:
         return True
@@ -130,8 +163,11 @@ class _Server(asyncssh.SSHServer):
         return True
 
     def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
+        if self._guests and username == GUEST and key.get_algorithm() == "ssh-ed25519":
+            self.peer_name = GUEST + "/" + key.public_data[-32:].hex()
+            return True
         name = self._authorized.get(key.public_data[-32:]) if key.get_algorithm() == "ssh-ed25519" else None
-        if name is None:
+        if name is None or (self._trust is not None and key.get_fingerprint() in self._trust.denied.keys):
             log.warning("refused the key %s", key.get_fingerprint())
             return False
         self.peer_name = name
@@ -148,18 +184,47 @@ class _Server(asyncssh.SSHServer):
 
 
 class _PinnedClient(asyncssh.SSHClient):
-    """A client connection whose server must prove one of the keys on the list; `name` says which it was."""
+    """A client connection whose server must prove a key on the list, or show a certificate of a role; `name` says whose."""
 
-    def __init__(self, known: Mapping[bytes, str]) -> None:
+    def __init__(self, identity: Identity, known: Mapping[bytes, str], roles: Mapping[str, str]) -> None:
+        self._trust = identity.trust
         self._known = known
+        self._roles = roles
         self.name = ""
         self.offered = b""
+        self.problem = ""
+
+    def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
+        _observe(conn)
+        conn._validate_openssh_host_certificate = self._certified  # type: ignore[method-assign]
+
+    def _certified(self, host: str, addr: str, port: int, cert: Any) -> Any:
+        self.offered = cert.key.public_data[-32:]
+        pinned = self._known.get(self.offered, "")
+        if self._known and not pinned:  # a key that is named counts, whoever vouches for another
+            raise ValueError("an unknown host key")
+        if self._trust is None:
+            self.name = pinned
+            return cert.key
+        try:
+            certificate = self._trust.certificate(cert.public_data)
+            role = next((role for role in certificate.principals if role in self._roles), next(iter(self._roles), ""))
+            self._trust.require(certificate, HOST, role, time.time())
+        except IbshellError as error:
+            self.problem = str(error)
+            raise ValueError(error.message) from None
+        self.name = self._roles[role]
+        if pinned not in ("", self.name):
+            self.problem = f"the certificate is for {self.name}, the key is that of {pinned}"
+            raise ValueError(self.problem)
+        return cert.key
 
     def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
         if key.get_algorithm() != "ssh-ed25519":
             return False
         self.offered = key.public_data[-32:]
-        self.name = self._known.get(self.offered, "")
+        denied = self._trust is not None and key.get_fingerprint() in self._trust.denied.keys
+        self.name = "" if denied else self._known.get(self.offered, "")
         return bool(self.name)
 
 
@@ -176,6 +241,22 @@ def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]
     if not host or not port.isdigit() or not 0 <= int(port) < 65536:
         raise UsageError(f"{text!r} is no address", "write host:port, for example 127.0.0.1:7022")
     return host, int(port)
+
+
+# {connection: name of its key exchange}; asyncssh itself forgets it when it is done.
+_exchanges: WeakKeyDictionary[SSHConnection, str] = WeakKeyDictionary()
+
+
+def _observe(connection: SSHConnection) -> None:
+    """Note by what key exchange a connection got its keys."""
+    finish = connection.send_newkeys
+
+    def noting(k: bytes, h: bytes) -> None:
+        exchange = connection._kex
+        _exchanges[connection] = exchange.algorithm.decode() if exchange is not None else ""
+        finish(k, h)
+
+    connection.send_newkeys = noting  # type: ignore[method-assign]
 
 
 async def _guard_buffer(connection: SSHConnection) -> None:
@@ -265,21 +346,25 @@ async def _serve_connection(connection: SSHConnection) -> None:
             connection.abort()
 
 
-def server_acceptor(identity: Identity, authorized: Mapping[bytes, str], serve: Serve) -> Any:
-    """What a `Listener` needs to act as SSH server for the authorized keys.
+def server_acceptor(
+    identity: Identity, authorized: Mapping[bytes, str], serve: Serve, role: Role, guests: bool = False
+) -> Any:
+    """What a `Listener` needs to act as SSH server for the authorized keys, and for whoever has a certificate of a role.
 
     Args:
-        identity: the host key.
+        identity: the host key, with its certificate as it is at each connection.
         authorized: {public key: name}; read anew at each login.
         serve: gets each opened channel.
+        role: the role that a certificate has to give.
+        guests: whether anybody may log in as `GUEST`, with whatever key; `serve` gets `join/` and that key, hexadecimal, as name.
     """
 
     async def accepted(sock: socket.socket, handshakes: asyncio.Semaphore) -> None:
         try:
             connection = await asyncssh.run_server(
                 sock,
-                server_factory=lambda: _Server(serve, authorized),
-                server_host_keys=[identity.ssh],
+                server_factory=lambda: _Server(identity, serve, authorized, role, guests=guests),
+                server_host_keys=identity.keys(HOST),
                 **_COMMON,
                 **_SERVER,
             )
@@ -293,6 +378,7 @@ def server_acceptor(identity: Identity, authorized: Mapping[bytes, str], serve: 
 def reverse_acceptor(
     identity: Identity,
     known: Mapping[bytes, str],
+    roles: Mapping[str, str],
     connected: Callable[[asyncssh.SSHClientConnection, str], Awaitable[None]],
 ) -> Any:
     """What a `Listener` needs to act as SSH client towards sites that dial in.
@@ -300,23 +386,25 @@ def reverse_acceptor(
     Args:
         identity: the hub's key.
         known: {host key: site name}; read anew at each connection.
+        roles: {role in a host certificate: site name}; likewise.
         connected: gets the connection and the site's name; the connection closes when it returns.
     """
 
     async def accepted(sock: socket.socket, handshakes: asyncio.Semaphore) -> None:
-        client = _PinnedClient(known)
+        client = _PinnedClient(identity, known, roles)
         try:
             connection = await asyncssh.run_client(
                 sock,
                 client_factory=lambda: client,
                 known_hosts=([], [], []),
                 username=USERNAME,
-                client_keys=[identity.ssh],
+                client_keys=identity.keys(USER),
                 **_COMMON,
                 **_CLIENT,
             )
         except asyncssh.HostKeyNotVerifiable:
-            log.warning("an unknown site dialled in; its key is %s", fingerprint(client.offered or bytes(32)))
+            why = client.problem or f"its key is {fingerprint(client.offered or bytes(32))}"
+            log.warning("an unknown site dialled in; %s", why)
             return
         finally:
             handshakes.release()
@@ -329,23 +417,24 @@ def reverse_acceptor(
 
 
 async def dial(
-    address: str, host_key: bytes, identity: Identity, name: str, username: str = USERNAME
+    address: str, host_key: bytes | None, identity: Identity, name: str, username: str = USERNAME, role: str = ""
 ) -> asyncssh.SSHClientConnection:
     """Connect to an SSH server whose host key is pinned.
 
     Args:
         address: `host:port`.
-        host_key: the Ed25519 key it must prove.
+        host_key: the Ed25519 key it must prove, or None where a certificate of the role is needed.
         identity: this side's key.
         name: what to call the other side in messages.
         username: login name (a stock sshd wants a real one).
+        role: a host certificate of it will do too, or "".
 
     Raises:
         NotAuthorised: another host key, or this side's key is not accepted.
         Unreachable: nobody answers.
     """
     host, port = parse_address(address, 22)
-    client = _PinnedClient({host_key: name})
+    client = _PinnedClient(identity, {host_key: name} if host_key else {}, {role: name} if role else {})
     try:
         async with asyncio.timeout(LOGIN_TIMEOUT_S + 5):
             connection = await asyncssh.connect(
@@ -354,17 +443,27 @@ async def dial(
                 client_factory=lambda: client,
                 known_hosts=([], [], []),
                 username=username,
-                client_keys=[identity.ssh],
+                client_keys=identity.keys(USER),
                 **_COMMON,
                 **_CLIENT,
             )
     except asyncssh.HostKeyNotVerifiable:
+        if client.problem or host_key is None:
+            raise NotAuthorised(
+                f"{name} at {address}: {client.problem or 'it shows no certificate of this pool'}",
+                "this is what an impostor looks like; its operator can tell more",
+            ) from None
         raise NotAuthorised(
             f"{name} at {address} presents the host key {fingerprint(client.offered) if client.offered else '(none)'}; "
             f"{fingerprint(host_key)} is expected",
             "compare fingerprints by another way before you change the expected key: this is what an impostor looks like",
         ) from None
     except asyncssh.PermissionDenied:
+        if identity.trust is not None and identity.certificate(USER) is not None:
+            raise NotAuthorised(
+                f"{name} at {address} does not accept the certificate of {fingerprint(identity.public)}",
+                "it has expired or was revoked: ibshell pool show, ibshell pool renew",
+            ) from None
         raise NotAuthorised(
             f"{name} at {address} does not accept the key {fingerprint(identity.public)}",
             f"add this line there: {public_line(identity.public)}",
@@ -376,7 +475,12 @@ async def dial(
 
 
 async def dial_reverse(
-    address: str, identity: Identity, hub_keys: Mapping[bytes, str], serve: Serve, subsystems: Sequence[str]
+    address: str,
+    identity: Identity,
+    hub_keys: Mapping[bytes, str],
+    serve: Serve,
+    role: Role,
+    subsystems: Sequence[str],
 ) -> None:
     """Dial out to the hub and serve it as SSH server until the connection ends.
 
@@ -385,6 +489,7 @@ async def dial_reverse(
         identity: this site's host key.
         hub_keys: {the hub's key: its name}.
         serve: gets each channel the hub opens.
+        role: the role that the hub's certificate has to give.
         subsystems: what this connection is for; the hub finds out by asking.
 
     Raises:
@@ -396,8 +501,8 @@ async def dial_reverse(
             connection = await asyncssh.connect_reverse(
                 host,
                 port,
-                server_factory=lambda: _Server(serve, hub_keys, subsystems),
-                server_host_keys=[identity.ssh],
+                server_factory=lambda: _Server(identity, serve, hub_keys, role, subsystems),
+                server_host_keys=identity.keys(HOST),
                 **_COMMON,
                 **_SERVER,
             )
@@ -448,4 +553,4 @@ async def open_command(connection: asyncssh.SSHClientConnection, command: Sequen
 
 def negotiated(connection: SSHConnection) -> dict[str, str]:
     """What the two sides agreed on, for `site show`."""
-    return {"cipher": str(connection.get_extra_info("send_cipher"))}
+    return {"cipher": str(connection.get_extra_info("send_cipher")), "key_exchange": _exchanges.get(connection, "")}

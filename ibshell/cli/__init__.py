@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("pool", "Start a pool on this machine: a hub and simulated sites as real processes."),
     "down": ("pool", "End the pool on this machine."),
     "status": ("pool", "The pool in a few lines."),
+    "pool": ("pools", "Make a pool, join one, choose one; who belongs to it."),
     "site": ("site", "The sites of the pool."),
     "node": ("node", "The nodes of every site."),
     "gpu": ("gpu", "The GPUs of every site."),

@@ -23,6 +23,7 @@ from ibshell.render import Column
 
 app = typer.Typer()
 FAULTS = 9
+POST_QUANTUM = ("mlkem", "sntrup")
 COLUMNS = [Column("CHECK", "check"), Column("RESULT", "result"), Column("FOUND", "found"), Column("REMEDY", "remedy")]
 
 
@@ -113,6 +114,13 @@ def _pool() -> Iterator[dict[str, Any]]:
                 "fault",
                 f"{site['state']}: {site['error']}",
                 "start its agent; its log says more",
+            )
+        elif site["key_exchange"] and not site["key_exchange"].startswith(POST_QUANTUM):
+            yield _row(
+                f"site {site['name']}",
+                "warning",
+                f"its link has keys by {site['key_exchange']}, which a quantum computer could find out later",
+                "bring its sshd to OpenSSH 9.9 or newer, or let its agent listen or dial out itself",
             )
         elif site["software"] != __version__:
             yield _row(

@@ -318,7 +318,10 @@ def _asked(connection: Connection, wanted: Sequence[str], full: bool) -> Iterato
     errors: dict[str, IbshellError] = {}
     seen: dict[str, dict[str, bytes]] = {}
     names = _names(connection, ())
-    trust = connection.signer.trust() if connection.signer is not None else None
+    trust = None
+    if connection.signer is not None:
+        connection.signer.refresh(connection)
+        trust = connection.signer.trust().of_the_past()
     for name in names:
         try:
             seen[name] = seen_by(connection, name)

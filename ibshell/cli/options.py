@@ -13,9 +13,9 @@ import msgspec
 import typer
 
 from fedpool.client.connection import Connection, connect
-from fedpool.errors import NotFound, UsageError
+from fedpool.errors import NotFound, Refused, UsageError
 from fedpool.wire.messages import Listing, Nothing
-from ibshell import diagnostics, render, settings
+from ibshell import contexts, diagnostics, render, settings
 from ibshell.pool import LocalPool
 
 Output = Annotated[
@@ -31,7 +31,7 @@ PASSING = ("since_s", "seen", "device_hours")  # what changes by itself as time 
 def hub() -> Connection:
     """A channel to the hub of the chosen pool.
 
-    IBSHELL_POOL is a local pool's name, `unix:///path/of/hub.sock`, or `ssh://HOST:PORT`.
+    IBSHELL_POOL is the name of a pool on this machine or of one that was joined, `unix:///path/of/hub.sock`, or `ssh://HOST:PORT`.
 
     Raises:
         Unreachable: it does not answer.
@@ -40,7 +40,9 @@ def hub() -> Connection:
     if name.startswith("unix://"):
         return connect(Path(name.removeprefix("unix://")))
     if not name.startswith("ssh://"):
-        return LocalPool(name).connect()
+        pool = LocalPool(name)
+        joined = not pool.directory.exists() and contexts.joined_directory(name).exists()
+        return contexts.connect(name) if joined else pool.connect()
     from fedpool.client.remote import connect_ssh
     from fedpool.identity.keys import parse_public
 
@@ -103,6 +105,21 @@ def pick(answer: dict[str, Any], key: str, wanted: str, noun: str) -> dict[str, 
     near = difflib.get_close_matches(wanted, names, 1)
     hint = f"did you mean {near[0]}?" if near else f"ibshell {noun} list shows them"
     raise NotFound(f"no {noun} {wanted!r}", hint)
+
+
+def confirm(what: str, yes: bool) -> None:
+    """Ask on a terminal before something is destroyed; refuse elsewhere unless `yes`.
+
+    Raises:
+        Refused: it is not wanted, or nobody can be asked.
+    """
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise Refused(f"not asked for: {what}", "say --yes")
+    print(f"{what}? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise Refused(f"not done: {what}")
 
 
 def _watch(ask: Callable[[], dict[str, Any]], columns: Sequence[Any], name_key: str, output: str | None) -> None:

@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 
 from fedpool.client.acting import act
+from fedpool.units import parse_duration
 from fedpool.wire.messages import CordonState, CordonWanted
-from ibshell import render
+from ibshell import diagnostics, render
 from ibshell.cli import options
 from ibshell.render import Column
 
@@ -24,6 +25,7 @@ COLUMNS = [
     Column("ADDRESS", "address", wide=True),
     Column("BACKEND", "backend", wide=True),
     Column("CIPHER", "cipher", wide=True),
+    Column("KEY EXCHANGE", "key_exchange", wide=True),
     Column("IDENTITY", "identity", wide=True),
 ]
 
@@ -80,3 +82,54 @@ def resume(site: Annotated[str, typer.Argument(help="Name of the site.")], outpu
     Example: ibshell site resume hospital-07
     """
     cordon("site.uncordon", site, "", "", output)
+
+
+@app.command()
+def invite(
+    site: Annotated[str, typer.Argument(help="The name under which it joins.")],
+    for_: Annotated[str, typer.Option("--for", help="How long the invitation holds.")] = "24h",
+) -> None:
+    """Invite a site: prints one line, with which it joins and which works once.
+
+    Example: ibshell site invite hospital-07
+    """
+    from fedpool.identity.principals import require_principal, site_principal
+    from ibshell.cli.pools import hub_address, operator
+
+    role = require_principal(site_principal(site))
+    with options.hub() as connection:
+        token = operator().invite(connection, hub_address(), role, site, parse_duration(for_))
+    render.write(token.line() + "\n")
+    diagnostics.say(f"at the site: ibshell-agent join TOKEN; then here: ibshell site approve {site}")
+
+
+@app.command()
+def approve(
+    site: Annotated[str, typer.Argument(help="The site that asks to join.")],
+    for_: Annotated[str, typer.Option("--for", help="How long its certificate holds (24h).")] = "",
+    refuse: Annotated[str, typer.Option("--refuse", help="Do not let it in, with this reason.")] = "",
+) -> None:
+    """Let in a site that asks to join; only with the token of an invitation that is possible.
+
+    Example: ibshell site approve hospital-07
+    """
+    from ibshell.cli.pools import approve_one
+
+    approve_one(site, for_, refuse)
+
+
+@app.command()
+def remove(
+    site: Annotated[str, typer.Argument(help="A site that has joined.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Let a site belong to the pool no longer; its key is believed no longer. Its agent goes on until its leases end.
+
+    Example: ibshell site remove hospital-07 --yes
+    """
+    from ibshell.cli.pools import operator
+
+    options.confirm(f"remove {site} from the pool", yes)
+    with options.hub() as connection:
+        operator().remove_site(connection, site)
+    render.write(f"{site} belongs to the pool no longer\n")

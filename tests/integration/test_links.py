@@ -9,13 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpool.client import Connection, connect
 from fedpool.client.remote import connect_ssh
 from fedpool.errors import NotAuthorised, NotFound, PeerProtocolError, Unreachable, UsageError, VersionMismatch
+from fedpool.identity import certificates
 from fedpool.identity.keys import parse_public, public_line
 from fedpool.transport.identity import Identity
 from fedpool.wire import frames
@@ -152,17 +155,23 @@ def test_a_site_whose_key_is_not_listed_stays_out(make_pool):
     assert row(pool, "site-02")["state"] == "unknown"
 
 
-def test_a_hub_whose_key_is_not_the_sites_is_refused(make_pool):
+def test_a_hub_that_the_pool_s_authority_does_not_vouch_for_is_refused(make_pool):
     pool = make_pool(2, start=False)
-    stranger = Identity.create(pool.work / "stranger")
-    true = (pool.directory / "hub" / "identity.pub").read_text().strip()
-    for site in pool.site_names():
-        edit(pool.site_directory(site) / "site.toml", (true, public_line(stranger.public)))
+    hub, stranger = Identity.load(pool.directory / "hub" / "identity"), Ed25519PrivateKey.generate()
+    hub.install(certificates.issue(stranger, certificates.USER, hub.public, ("hub",), "hub", 1, (0, 1 << 40)))
     for party in ("hub", "site-01", "site-02"):
         pool.start(party)
     pool.until(lambda: _rows(pool))
-    pool.until(lambda: "does not accept the key" in row(pool, "site-01")["error"])
+    pool.until(lambda: "does not accept the certificate" in row(pool, "site-01")["error"])
+    pool.until(lambda: "is of an authority that is not this pool's" in pool.log("site-01").read_text())
     assert not pool.sites_up()
+
+
+def _unsigned(config):
+    """A configuration as an earlier release made it."""
+    return "".join(
+        f"{line}\n" for line in config.splitlines() if line.split(" =")[0] not in ("pool", "authorities", "roster")
+    )
 
 
 def _rows(pool):
@@ -173,17 +182,19 @@ def _rows(pool):
 
 
 def test_a_user_over_ssh(make_pool):
+    """By a key that the hub's configuration names, in a pool of an earlier release, which asks for no signatures."""
     pool = make_pool(1, start=False, reverse=lambda position: False)
     user, other = Identity.create(pool.work / "alice"), Identity.create(pool.work / "mallory")
-    [port] = free_ports(1)
     path = hub_config(pool)
-    path.write_text(
-        f'listen = "127.0.0.1:{port}"\nusers = {{ alice = "{public_line(user.public)}" }}\n' + path.read_text()
-    )
-    pool.start_all()
     hub_key = (pool.directory / "hub" / "identity.pub").read_text().strip()
+    own = tomllib.loads(path.read_text())
+    path.write_text(f'users = {{ alice = "{public_line(user.public)}" }}\n' + _unsigned(path.read_text()))
+    site = pool.site_directory("site") / "site.toml"
+    site.write_text(f'hub_key = "{hub_key}"\n' + _unsigned(site.read_text()))
+    (pool.client / "pool.toml").unlink()
+    pool.start_all()
     remote = {
-        "IBSHELL_POOL": f"ssh://127.0.0.1:{port}",
+        "IBSHELL_POOL": f"ssh://{own['listen']}",
         "IBSHELL_HUB_KEY": hub_key,
         "IBSHELL_KEY": str(pool.work / "alice"),
     }
@@ -197,9 +208,10 @@ def test_a_user_over_ssh(make_pool):
     unknown = pool.cli("gpu", "list", status=2, IBSHELL_POOL=remote["IBSHELL_POOL"], IBSHELL_HUB_KEY="")
     assert "IBSHELL_HUB_KEY" in unknown.stderr
     with pytest.raises(NotAuthorised):
-        connect_ssh(f"127.0.0.1:{port}", parse_public(hub_key, "it"), pool.work / "mallory")
+        connect_ssh(own["listen"], parse_public(hub_key, "it"), pool.work / "mallory")
+    port = own["listen"].rpartition(":")[2]
     # Nothing but our subsystem: a stock client gets no shell and no command.
-    ssh = ["ssh", "-p", str(port), "-i", str(pool.work / "alice"), "-o", "StrictHostKeyChecking=no"]
+    ssh = ["ssh", "-p", port, "-i", str(pool.work / "alice"), "-o", "StrictHostKeyChecking=no"]
     ssh += ["-o", "UserKnownHostsFile=/dev/null", "-o", "BatchMode=yes", "fedpool@127.0.0.1"]
     for more in (["id"], []):
         done = subprocess.run([*ssh, *more], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)

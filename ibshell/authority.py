@@ -1,0 +1,94 @@
+"""The pool's certificate authority: a key in a file, or one that only ssh-agent has, and with it a PKCS#11 or FIDO token.
+
+With the key in a file everything is done here; otherwise ssh-keygen does it, which asks the agent (`ssh-keygen -U`, `-Y sign`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedpool.errors import Failed, NotFound
+from fedpool.identity import certificates, roster, sshsig
+from fedpool.identity.certificates import Certificate
+from fedpool.identity.keys import key_blob, parse_public, public_line
+from fedpool.identity.roster import Roster
+from fedpool.records import Signed
+from fedpool.transport.identity import Identity
+
+KEYGEN_TIMEOUT_S = 60.0  # somebody may have to touch a token
+
+
+class Authority:
+    """One authority.
+
+    Args:
+        directory: with `identity.pub`, and `identity` where the key is in a file.
+
+    Raises:
+        NotFound: there is none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._public_path = directory / "identity.pub"
+        try:
+            self.public = parse_public(self._public_path.read_text(), str(self._public_path))
+        except FileNotFoundError:
+            raise NotFound(
+                f"no certificate authority at {directory}", "ibshell pool init makes one; it is where that was run"
+            ) from None
+        path = directory / "identity"
+        self._identity = Identity.load(path) if path.exists() else None
+
+    def issue(self, kind: str, public: bytes, principals: Sequence[str], key_id: str, for_s: float) -> Certificate:
+        """Vouch for a key from now on.
+
+        Args:
+            kind: certificates.USER or HOST.
+            public: 32 bytes.
+            principals: its roles.
+            key_id: what it is issued for.
+            for_s: how long it holds.
+        """
+        now, serial = int(time.time()), secrets.randbits(63)
+        valid = (now - certificates.BACKDATED_S, now + int(for_s))
+        if self._identity is not None:
+            return certificates.issue(self._identity.signing, kind, public, principals, key_id, serial, valid)
+        with tempfile.TemporaryDirectory(prefix="ibshell-") as directory:
+            path = Path(directory) / "key.pub"
+            path.write_text(public_line(public) + "\n")
+            words = ["-q", "-U", "-s", str(self._public_path), "-I", key_id, "-n", ",".join(principals)]
+            words += ["-z", str(serial), "-V", f"0x{valid[0]:x}:0x{valid[1]:x}"]
+            words += ["-h"] if kind == certificates.HOST else []
+            _keygen([*words, str(path)])
+            return certificates.parse(path.with_name("key-cert.pub").read_text(), "what ssh-keygen issued")
+
+    def sign(self, wanted: Roster) -> Signed:
+        """Sign a roster."""
+        payload = roster.encode(wanted)
+        if self._identity is not None:
+            blob = sshsig.sign(self._identity.signing, key_blob(self.public), roster.NAMESPACE, payload)
+            return Signed(payload, blob)
+        with tempfile.TemporaryDirectory(prefix="ibshell-") as directory:
+            path = Path(directory) / "roster"
+            path.write_bytes(payload)
+            _keygen(["-q", "-Y", "sign", "-f", str(self._public_path), "-n", roster.NAMESPACE, str(path)])
+            return Signed(payload, sshsig.dearmor(path.with_name("roster.sig").read_text()))
+
+
+def _keygen(words: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(["ssh-keygen", *words], capture_output=True, text=True, timeout=KEYGEN_TIMEOUT_S)
+    except FileNotFoundError:
+        raise Failed("ssh-keygen is not on the path", "apt-get install openssh-client") from None
+    except subprocess.TimeoutExpired:
+        raise Failed("the authority's key did not answer", "touch the token, or unlock ssh-agent") from None
+    if done.returncode:
+        raise Failed(
+            f"the authority's key cannot be used: {done.stderr.strip().splitlines()[-1] if done.stderr else 'no reason given'}",
+            "it must be in ssh-agent: ssh-add -l shows what is",
+        )
