@@ -37,6 +37,7 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pool: the identity of the pool, which every request names.
         authorities: public keys of the pool's certificate authority, two while it changes; where there are any, the site obeys only
             what somebody with the right to it has signed, and otherwise the hub.
+        policy_file: with the site's policy, "" where everything is allowed; read again when it changes.
     """
 
     name: str
@@ -53,6 +54,7 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: str = ""
     pool: str = ""
     authorities: list[str] = []
+    policy_file: str = ""
 
 
 class SiteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

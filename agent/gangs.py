@@ -20,6 +20,7 @@ from fedpool.errors import (
     from_wire,
 )
 from fedpool.leasing import lease as life
+from fedpool.leasing import policy as policies
 from fedpool.leasing.demand import is_named, shape_of
 from fedpool.leasing.gang import (
     Accepted,
@@ -138,7 +139,33 @@ class Gangs(PoolDriver):
         self.machine.step(Submitted(lease), now)
         found = self.machine.queue.earliest(lease, now)
         starts = None if found is None else max(0.0, found.start - now)
-        return LeaseView(lease, None, {}, "" if starts == 0 else self.machine.why(lease, now, who=True), starts)
+        why = "" if starts == 0 else self.machine.why(lease, now, who=True)
+        forbidden = self._forbidden(lease)
+        if forbidden and (lease.demand.site_names or len(forbidden) == len(self._links)):
+            starts, why = None, "the policies of the sites"
+        return LeaseView(lease, None, {}, why, starts, forbidden=forbidden)
+
+    def _forbidden(self, lease: Lease) -> dict[str, str]:
+        """{site: why its policy forbids a lease}, as far as that can be told before it is placed."""
+        found, demand = {}, lease.demand
+        names = demand.site_names or tuple(self._links)
+        share = max(demand.per_site_min, -(-demand.gpus // len(names)) if demand.site_names else 1)
+        for name in names:
+            link = self._links.get(name)
+            if link is None or link.description is None or not link.description.policy:
+                continue
+            held = sum(
+                len(one.grants)
+                for one in self.machine.capacity.sites[name].leases.values()
+                if one.occupies and one.tenant == lease.tenant
+            )
+            policy = policies.parse(link.description.policy, f"the policy of {name}")
+            problems = policy.lease_problems(
+                lease.tenant, held + share, demand.shape.kinds, lease.duration_s, self.clock.unix()
+            )
+            if why := "; ".join(problems):
+                found[name] = why
+        return found
 
     async def request(self, wanted: LeaseWanted, signed: Signed | None = None) -> Lease:
         """Lease devices at several sites, all or none; returns when the lease is active, or waits where it may.

@@ -59,6 +59,7 @@ from fedpool.wire.messages import (
     LedgerHead,
     LedgerProof,
     ModelWanted,
+    PolicyText,
     ProofWanted,
     RecordsPage,
     RecordsWanted,
@@ -161,6 +162,7 @@ class Hub:
         return {
             "pool.status": (msgspec.Struct, lambda _: self._status()),
             "site.list": (msgspec.Struct, lambda _: hub_views.sites(self.gangs, self.links)),
+            "site.policy": (SiteNamed, lambda body: self._policy(body.name)),
             "node.list": (msgspec.Struct, lambda _: hub_views.nodes(self.gangs, self.links)),
             "gpu.list": (msgspec.Struct, lambda _: hub_views.gpus(self.gangs, self.links)),
             "lease.foresee": (LeaseWanted, self.gangs.foresee),
@@ -458,6 +460,10 @@ class Hub:
         view = hub_views.tenant(self.gangs, wanted.name)
         await self.gangs.put(TenantDropped(wanted.name))
         return view
+
+    def _policy(self, site: str) -> PolicyText:
+        described = self._link(site).description
+        return PolicyText(described.policy if described is not None else "")
 
     def _passed_on(self, method: str, answer: type[Any]) -> Callable[[Any], Any]:
         """What a site answers, whatever it is."""

@@ -12,6 +12,7 @@ from fedpool import __version__
 from fedpool.errors import NotFound
 from fedpool.identity.keys import fingerprint
 from fedpool.leasing import lease as life
+from fedpool.leasing import policy as policies
 from fedpool.leasing.demand import nearest
 from fedpool.records import Device, Gpu, Grant, Node, SiteLease
 from fedpool.wire.messages import Listing, SiteError, TenantView
@@ -143,6 +144,7 @@ def sites(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "backend": d.inventory.backend if d else "",
                 "epoch": d.epoch if d else None,
                 "cipher": link.negotiated.get("cipher", ""),
+                "policy": policies.digest(d.policy)[:16] if d and d.policy else "",
                 "key_exchange": link.negotiated.get("key_exchange", ""),
                 "error": "" if link.is_up else link.error.message,
             }

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+from agent.house_rules import HouseRules
 from agent.journal import Journal
 from agent.ledger import SiteLedger
 from agent.ports import Clock, Launcher, Store, instant
@@ -45,6 +46,7 @@ class SiteLeases:
         launcher: ends and warns processes.
         ledger: the site's.
         gate: what it obeys; None where the hub is believed.
+        rules: the site's policy.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class SiteLeases:
         clock: Clock,
         launcher: Launcher,
         ledger: SiteLedger,
-        gate: Gate | None = None,
+        gate: Gate | None,
+        rules: HouseRules,
     ) -> None:
         machine = SiteGrants(site, inventory, limits)
         self._journal = Journal(store, STREAM, GrantEntry, machine, _replaced, self._resumed, self._begin)
@@ -67,6 +70,7 @@ class SiteLeases:
         self._launcher = launcher
         self._ledger = ledger
         self._gate = gate
+        self._rules = rules
         self._refusals = Refusals()
         self._wake = asyncio.Event()
         self._guarded: set[str] = set()  # leases under which something was started
@@ -195,15 +199,18 @@ class SiteLeases:
         Raises:
             NotAuthorised: nobody with the right to it has; that is recorded.
         """
-        if self._gate is None:
-            return unsigned(event), []
         about = getattr(event, "lease", "")
         lease = self.machine.leases.get(about)
+        if self._gate is None:
+            event = unsigned(event)
+            self._rules.require(event, lease, self.machine, self._clock.unix())
+            return event, []
         try:
             event, shown = self._gate.admit(event, lease, self.machine.asked_ms, self._clock.unix(), self._clock.now())
         except NotAuthorised as error:
             await self.refused(type(event).__struct_config__.tag, about, error)
             raise
+        self._rules.require(event, lease, self.machine, self._clock.unix())
         return event, [requested(about, signed) for signed in shown]
 
     async def refused(self, asked: object, lease: str, error: NotAuthorised) -> None:

@@ -347,7 +347,7 @@ class Runs:
     async def _round(self, live: _Live, lease: str) -> None:
         run, started = live.run, clock.now()
         traffic = {site: self._links[site].traffic for site in run.sites}
-        ready = await self._programs(live, lease)
+        ready, out = await self._programs(live, lease)
         if run.manifest:
             manifest = msgspec.msgpack.decode(run.manifest, type=Manifest)
         else:
@@ -384,7 +384,8 @@ class Runs:
             "round": manifest.round,
             "attempt": manifest.attempt,
             "survivors": [driver.machine.name(index) for index in unmask.survivors],
-            "lost": {driver.machine.name(i): f"{phase}: {why}" for i, (phase, why) in driver.machine.lost.items()},
+            "lost": out
+            | {driver.machine.name(i): f"{phase}: {why}" for i, (phase, why) in driver.machine.lost.items()},
             "weight": result.weight,
             "metrics": result.metrics,
             "seconds": round(clock.now() - started, 4),
@@ -432,8 +433,11 @@ class Runs:
             max_weight=plan.max_weight,
         )
 
-    async def _programs(self, live: _Live, lease_id: str) -> list[str]:
-        """See that the program runs at every site of the lease; returns the sites where it does.
+    async def _programs(self, live: _Live, lease_id: str) -> tuple[list[str], dict[str, str]]:
+        """See that the program runs at every site of the lease.
+
+        Returns:
+            The sites where it does, and why not at the others.
 
         Raises:
             ProgramFailed, TimedOut: at too few of them.
@@ -452,7 +456,7 @@ class Runs:
             if len(ready) >= needed:
                 for site, problem in problems.items():
                     live.tell("site_out", site=site, phase="start", reason=problem.message)
-                return sorted(ready)
+                return sorted(ready), {site: f"start: {problem.message}" for site, problem in problems.items()}
             first = next(iter(problems.values()))
             if all(isinstance(error, ProgramFailed | Refused) for error in problems.values()):
                 raise ProgramFailed(

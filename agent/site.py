@@ -15,6 +15,7 @@ from agent import clock as real_clock
 from agent import files
 from agent.backoff import LAST_S, delay
 from agent.config import SiteConfig, trust_of
+from agent.house_rules import HouseRules
 from agent.launchers.launcher import LocalLauncher
 from agent.leases import SiteLeases
 from agent.ledger import SiteLedger
@@ -28,12 +29,15 @@ from fedpool import __version__
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, Refused, StorageFailed, Unreachable, UsageError
 from fedpool.federation import plan as plans
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
+from fedpool.federation.plan import Plan
 from fedpool.identity import certificates
 from fedpool.identity.certificates import Certificate
 from fedpool.identity.keys import fingerprint, parse_public
 from fedpool.identity.principals import HUB, site_principal
 from fedpool.identity.roster import Roster
+from fedpool.leasing import policy as policies
 from fedpool.leasing.gate import Gate
+from fedpool.leasing.policy import Policy
 from fedpool.leasing.requests import (
     Abort,
     Commit,
@@ -47,7 +51,7 @@ from fedpool.leasing.requests import (
     Transfer,
     Uncordon,
 )
-from fedpool.ledger.records import RosterObeyed
+from fedpool.ledger.records import PolicyObeyed, RosterObeyed
 from fedpool.names import require_id
 from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
@@ -128,12 +132,23 @@ class SiteAgent:
         self._witness = Witness(peers, self.identity, self.ledger, store, clock)
         launcher = launcher or LocalLauncher()
         self._rosters = None if trust is None else Rosters(trust, store, self._roster_adopted)
+        path = directory / config.policy_file if config.policy_file else None
+        self._rules = HouseRules(config.name, path, self._policy_changed)
         self._gate = None if trust is None else Gate(config.name, trust, self._inventory.devices())
         self.leases = SiteLeases(
-            config.name, self._inventory, config.policy, store, self._changed, clock, launcher, self.ledger, self._gate
+            config.name,
+            self._inventory,
+            config.policy,
+            store,
+            self._changed,
+            clock,
+            launcher,
+            self.ledger,
+            self._gate,
+            self._rules,
         )
         self._rounds = SiteRounds(
-            SitePolicy(config.name, self.identity.public, peers, config.minimum_cohort),
+            SitePolicy(config.name, self.identity.public, peers, self._cohort(self._rules.policy)),
             self.identity,
             self._store,
             self._state / "rounds",
@@ -179,6 +194,9 @@ class SiteAgent:
         await self._rounds.recover()
         await self._witness.recover()
         await self.leases.recover()
+        if self.config.policy_file:
+            await self._record_policy(self._rules.text)
+            tasks.create_task(self._rules.run())
         tasks.create_task(self.leases.run())
         tasks.create_task(self.ledger.run())
 
@@ -393,13 +411,17 @@ class SiteAgent:
             cordons=dict(machine.cordons),
             known=known,
             certificate_until=certificate.valid_before if certificate is not None else 0,
+            policy=self._rules.text,
             roster=self.identity.trust.number if self.identity.trust is not None else 0,
         )
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:
         require_id(wanted.run, "run")
         async with self.leases.binding(wanted.lease, wanted.token) as lease:
-            await self._require_signed(wanted, lease)
+            plan = await self._require_signed(wanted, lease)
+            policies.require(
+                self.config.name, self._rules.policy.program_problems(wanted.program, plan.data_tags if plan else ())
+            )
             current = self._tasks.get(wanted.run)
             if current is not None and not current.failure:
                 return Nothing()
@@ -414,10 +436,21 @@ class SiteAgent:
             log.info("run %s: program %s started under lease %s", wanted.run, task.pid, wanted.lease)
             return Nothing()
 
-    async def _require_signed(self, wanted: TaskWanted, lease: SiteLease) -> None:
-        """A program is started only as the request says that its lease rests on."""
+    def _cohort(self, policy: Policy) -> int:
+        return max(self.config.minimum_cohort, policy.minimum_cohort)
+
+    async def _policy_changed(self, text: str, policy: Policy) -> None:
+        await self._record_policy(text)
+        self._rounds.demand(self._cohort(policy))
+        self._changed(None, False)
+
+    async def _record_policy(self, text: str) -> None:
+        await self.leases.record(PolicyObeyed(digest=policies.digest(text), text=text))
+
+    async def _require_signed(self, wanted: TaskWanted, lease: SiteLease) -> Plan | None:
+        """A program is started only as the request says that its lease rests on; returns the plan that was signed."""
         if self._gate is None:
-            return
+            return None
         try:
             text = self._gate.plan(wanted.request, lease, wanted.run)
             plan = plans.parse(text)
@@ -426,6 +459,7 @@ class SiteAgent:
         except NotAuthorised as error:
             await self.leases.refused("task.start", wanted.lease, error)
             raise
+        return plan
 
     async def _stop_task(self, ended: TaskEnded) -> Nothing:
         require_id(ended.run, "run")

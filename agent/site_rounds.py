@@ -107,6 +107,10 @@ class SiteRounds:
         self._opening: dict[str, asyncio.Lock] = {}
         self._released: dict[str, int] = {}
 
+    def demand(self, minimum_cohort: int) -> None:
+        """From now on no sum of fewer sites is taken part in."""
+        self._policy = msgspec.structs.replace(self._policy, minimum_cohort=minimum_cohort)
+
     async def recover(self) -> None:
         """Read back which rounds' shares were released: none is released for an earlier round."""
         for entry in await self._store.read(STREAM, SharesReleased):

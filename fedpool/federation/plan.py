@@ -39,6 +39,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         deadline: longest a round may wait for its sites.
         lease: length of the lease; it is renewed while the run lasts.
         config: arbitrary values for the program.
+        data_tags: of the data that is used, which sites' policies go by.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline: str = "10m"
     lease: str = "1h"
     config: dict[str, Any] = {}
+    data_tags: list[str] = []
 
     @property
     def cohort(self) -> int:

@@ -125,6 +125,18 @@ class RosterObeyed(Record, frozen=True, kw_only=True, tag="roster"):
     denied_keys: tuple[str, ...] = ()
 
 
+class PolicyObeyed(Record, frozen=True, kw_only=True, tag="policy"):
+    """The site goes by a policy from here on.
+
+    Attributes:
+        digest: hexadecimal SHA-256 of its text.
+        text: TOML; see `fedpool.leasing.policy`.
+    """
+
+    digest: str
+    text: str
+
+
 class Refusal(Record, frozen=True, kw_only=True, tag="refusal"):
     """The site has been asked for something that nobody with the right to it had signed.
 
@@ -202,6 +214,7 @@ AnyRecord: TypeAlias = (
     | WitnessRefused
     | Requested
     | RosterObeyed
+    | PolicyObeyed
     | Refusal
     | LeaseSaid
     | LeaseDevices

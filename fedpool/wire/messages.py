@@ -90,6 +90,7 @@ class LeaseView(msgspec.Struct, frozen=True, omit_defaults=True):
         waits_for: what is in the way of a lease that waits.
         starts_in_s: when it starts at the earliest, None where that cannot be said.
         ahead: requests that come before it.
+        forbidden: {site: why its policy forbids it}, before anything is asked.
     """
 
     lease: Lease
@@ -98,6 +99,7 @@ class LeaseView(msgspec.Struct, frozen=True, omit_defaults=True):
     waits_for: str = ""
     starts_in_s: float | None = None
     ahead: int = 0
+    forbidden: dict[str, str] = {}
 
 
 class LeaseAwaited(msgspec.Struct, frozen=True):
@@ -268,9 +270,15 @@ class JoinApproved(msgspec.Struct, frozen=True):
 
 
 class SiteNamed(msgspec.Struct, frozen=True):
-    """site.remove -> Nothing: it belongs to the pool no longer."""
+    """site.remove -> Nothing: it belongs to the pool no longer. site.policy -> PolicyText."""
 
     name: str
+
+
+class PolicyText(msgspec.Struct, frozen=True):
+    """site.policy -> a site's policy, TOML; "" where everything is allowed."""
+
+    text: str
 
 
 class MembersAsked(msgspec.Struct, frozen=True):
@@ -500,6 +508,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
         boottime: the site's clock, against which deadlines are to be read.
         certificate_until: when its certificate ends, Unix seconds; 0 where it has none.
         roster: number of the roster it goes by.
+        policy: text of its policy, "" where everything is allowed.
     """
 
     name: str
@@ -515,6 +524,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
     known: dict[str, int] = {}
     certificate_until: int = 0
     roster: int = 0
+    policy: str = ""
 
 
 class TaskWanted(msgspec.Struct, frozen=True):

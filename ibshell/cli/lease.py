@@ -271,6 +271,8 @@ def _foresee(view: LeaseView, output: str | None, explain: bool) -> None:
     found: dict[str, Any] = {"would_start": now, "starts_in_s": view.starts_in_s}
     if explain or not now:
         found["waits_for"] = view.waits_for
+    if explain or view.forbidden:
+        found["forbidden"] = [f"{site}: {why}" for site, why in view.forbidden.items()]
     render.write(render.record(found, output))
     if not now:
         raise typer.Exit(REFUSED)

@@ -121,6 +121,8 @@ def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
         what, tenant = f"{asked['method']} signed by {asked['principal']}", name if role == "tenant" else ""
     if said.get("next_tenant"):
         what = f"to {said['next_tenant']}"
+    elif kind in ("policy", "roster"):
+        what = f"{said.get('number', '')} {said['digest'][:16]}".strip()
     elif not what and "for_ms" in said:
         what = f"for {render.cell('for_s', said['for_ms'] / 1000)}"
     return {

@@ -1,15 +1,19 @@
 """`ibshell site`: the pool's sites."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedpool.client.acting import act
+from fedpool.errors import NotFound
 from fedpool.units import parse_duration
-from fedpool.wire.messages import CordonState, CordonWanted
+from fedpool.wire.messages import CordonState, CordonWanted, PolicyText, SiteNamed
 from ibshell import diagnostics, render
 from ibshell.cli import options
 from ibshell.render import Column
+
+REFUSED = 5
 
 app = typer.Typer(no_args_is_help=True, help="The sites of the pool.")
 
@@ -133,3 +137,52 @@ def remove(
     with options.hub() as connection:
         operator().remove_site(connection, site)
     render.write(f"{site} belongs to the pool no longer\n")
+
+
+policy_app = typer.Typer(no_args_is_help=True, help="Sites' policies: who may have what, when and how long.")
+app.add_typer(policy_app, name="policy")
+
+
+@policy_app.command("show")
+def policy_show(site: Annotated[str, typer.Argument(help="Name of the site.")]) -> None:
+    """Print a site's policy as it is in force.
+
+    Example: ibshell site policy show hospital-07
+    """
+    with options.hub() as connection:
+        found = connection.call("site.policy", SiteNamed(site), PolicyText)
+    render.write(found.text or "# everything is allowed\n")
+
+
+@policy_app.command("check")
+def policy_check(
+    file: Annotated[Path, typer.Argument(help="A policy, TOML.")],
+    request: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--request", help="tenant=NAME gpus=4 type=h100 for=2h at=2026-12-02T22:00Z program='…' data=TAG."
+        ),
+    ] = None,
+    output: options.Output = None,
+) -> None:
+    """Try a policy: whether it can be read, and what it says to a request; exits with 5 where that is refused.
+
+    Examples: ibshell site policy check policy.toml
+              ibshell site policy check policy.toml --request "tenant=oncology gpus=4 type=h100 for=2h"
+    """
+    from ibshell.trying import tried
+
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        raise NotFound(f"no policy at {file}") from None
+    rows = [tried(text, str(file), words) for words in request or ()]
+    if not rows:
+        tried(text, str(file), "")
+        render.write(f"{file} can be read\n")
+        return
+    answer = {"items": rows, "errors": [], "as_of": {}}
+    columns = [Column("REQUEST", "request"), Column("ALLOWED", "allowed"), Column("WHY NOT", "problems")]
+    render.write(render.listing(answer, columns, "request", output, render.on_terminal()))
+    if not all(row["allowed"] for row in rows):
+        raise typer.Exit(REFUSED)

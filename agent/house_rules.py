@@ -1,0 +1,112 @@
+"""A site's policy as its file has it now: read again when it changes, and never let go for one that cannot be read."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fedpool.errors import IbshellError, NotFound, UsageError
+from fedpool.leasing import policy as policies
+from fedpool.leasing.grants import SiteGrants
+from fedpool.leasing.policy import Policy
+from fedpool.leasing.requests import GrantEvent, Hold, Renew, Resize, Transfer
+from fedpool.records import SiteLease
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+
+
+class HouseRules:
+    """See the module.
+
+    Args:
+        site: its name.
+        path: of the file, or None where everything is allowed.
+        changed: told of a new policy, which is gone by when it returns.
+
+    Attributes:
+        policy: what is gone by now.
+        text: of it.
+
+    Raises:
+        NotFound, UsageError: there is none at the start, or it cannot be read.
+    """
+
+    def __init__(self, site: str, path: Path | None, changed: Callable[[str, Policy], Awaitable[None]]) -> None:
+        self._site = site
+        self._path = path
+        self._changed = changed
+        self.text = "" if path is None else _text(path)
+        self.policy = policies.parse(self.text, str(path))
+        self._seen = self.text
+
+    async def run(self) -> None:
+        """Look whether the file has changed, until cancelled."""
+        while self._path is not None:
+            await asyncio.sleep(LOOK_S)
+            try:
+                text = _text(self._path)
+            except (NotFound, UsageError) as error:
+                text = self._seen
+                log.debug("%s", error)
+            if text == self._seen:
+                continue
+            self._seen = text
+            before = self.text, self.policy
+            try:
+                self.text, self.policy = text, policies.parse(text, str(self._path))
+                await self._changed(text, self.policy)
+            except IbshellError as error:
+                self.text, self.policy = before
+                log.error("the policy stays as it was: %s", error)
+                continue
+            log.info("a new policy is in force")
+
+    def require(self, event: GrantEvent, lease: SiteLease | None, machine: SiteGrants, unix: float) -> None:
+        """Refuse what the policy forbids; what takes away is always allowed.
+
+        Raises:
+            Refused: with everything that forbids it.
+        """
+        match event:
+            case Hold():
+                kinds = event.shape.kinds or tuple(
+                    device.kind for device in machine.devices if device.uuid in event.shape.devices
+                )
+                self._lease(event.tenant, event.gpus, kinds, event.duration_s, event.lease, machine, unix)
+            case Renew() if lease is not None:
+                self._lease(lease.tenant, len(lease.grants), (), event.duration_s, lease.id, machine, unix)
+            case Resize() if lease is not None and event.gpus > len(lease.grants) - len(lease.leaving):
+                self._lease(lease.tenant, event.gpus, (), 1.0, lease.id, machine, unix)
+            case Transfer() if lease is not None and event.tenant not in (lease.tenant, lease.next_tenant):
+                kinds = tuple({d.kind for d in machine.devices if any(d.uuid == grant.uuid for grant in lease.grants)})
+                self._lease(event.tenant, len(lease.grants), kinds, 1.0, lease.id, machine, unix)
+
+    def _lease(
+        self,
+        tenant: str,
+        gpus: int,
+        kinds: tuple[str, ...],
+        duration_s: float,
+        about: str,
+        machine: SiteGrants,
+        unix: float,
+    ) -> None:
+        if self._path is None:
+            return
+        held = sum(
+            len(one.grants)
+            for one in machine.leases.values()
+            if one.occupies and one.tenant == tenant and one.id != about
+        )
+        policies.require(self._site, self.policy.lease_problems(tenant, held + gpus, kinds, duration_s, unix))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        raise NotFound(f"no policy at {path}", "policy_file names it; remove the key to allow everything") from None
+    except (UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"the policy at {path} cannot be read: {error}") from None
