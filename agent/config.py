@@ -15,7 +15,7 @@ from fedpool.sim.scenario import SimulatedSite, problems
 from fedpool.toml import TomlText
 
 Config = TypeVar("Config", bound=msgspec.Struct)
-MODES = ("dial", "reverse", "stdio")
+MODES = ("dial", "reverse", "stdio", "ssh")
 
 
 class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,11 +63,13 @@ class SiteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: of the site.
         key: the site's identity, which signs its round messages and, but for stdio, is its SSH host key.
-        mode: dial, reverse or stdio.
-        address: `host:port` for dial and stdio.
+        mode: dial, reverse, stdio, or ssh for a host as this user's `ssh` reaches it.
+        address: `host:port` for dial and stdio, `[user@]host` for ssh.
         host_key: the stock sshd's host key, for stdio.
         user: login name, for stdio.
-        command: what runs there, for stdio.
+        command: what runs there, for stdio and ssh.
+        ssh_config: configuration of `ssh`, "" for the user's.
+        allow_revoked_other_port: whether a key that known_hosts revokes for the host without a port may be shown at another one.
     """
 
     name: str
@@ -77,6 +79,8 @@ class SiteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_key: str = ""
     user: str = ""
     command: list[str] = msgspec.field(default_factory=lambda: ["ibshell-agent", "stdio"])
+    ssh_config: str = ""
+    allow_revoked_other_port: bool = False
 
 
 class HubConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

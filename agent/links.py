@@ -18,7 +18,7 @@ from agent.ports import Clock, Dialler
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Unreachable
 from fedpool.identity.keys import parse_public
 from fedpool.identity.principals import site_principal
-from fedpool.transport import ssh
+from fedpool.transport import openssh, ssh
 from fedpool.transport.bulk import BulkChannel, Source
 from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Answer, Peer
@@ -44,6 +44,13 @@ class SshDialler:
     @asynccontextmanager
     async def connect(self, entry: SiteEntry, subsystem: str) -> AsyncIterator[tuple[Stream, dict[str, str]]]:
         """See `Dialler.connect`."""
+        if entry.mode == "ssh":
+            words = [*entry.command, subsystem]
+            async with openssh.connect(
+                entry.address, entry.ssh_config, words, entry.allow_revoked_other_port
+            ) as connected:
+                yield connected
+            return
         stdio = entry.mode == "stdio"
         key = parse_public(
             entry.host_key if stdio else entry.key, f"site {entry.name}: {'host_key' if stdio else 'key'}"

@@ -139,6 +139,32 @@ def remove(
     render.write(f"{site} belongs to the pool no longer\n")
 
 
+@app.command()
+def route(
+    host: Annotated[str, typer.Argument(help="As ssh takes it: [user@]host.")],
+    config: Annotated[str, typer.Option("-F", "--config", help="Configuration of ssh instead of your own.")] = "",
+    output: options.Output = None,
+) -> None:
+    """Show how a site of mode `ssh` would be reached: by which jump hosts, and what known_hosts says. Nothing is connected.
+
+    Examples: ibshell site route gpu07 | ibshell site route gpu07 -F ./ssh_config -o json
+    """
+    import asyncio
+
+    from fedpool.transport import openssh
+
+    found = asyncio.run(openssh.route(host, config))
+    data = {
+        "host": host,
+        "target": str(found.target),
+        "hops": [str(hop) for hop in found.hops],
+        "proxy_command": found.proxy_command,
+        "known_hosts": list(found.files),
+        "revoked_on_another_port": [f"{entry.shown} ({entry.where})" for entry in openssh.refused_keys(found)],
+    }
+    render.write(render.record(data, output, "target"))
+
+
 policy_app = typer.Typer(no_args_is_help=True, help="Sites' policies: who may have what, when and how long.")
 app.add_typer(policy_app, name="policy")
 
