@@ -58,7 +58,7 @@ def configurations():
     keys = {name: public_line(Identity.load(directory / name / "identity").public) for name in names()}
     entries = [SiteEntry(name, keys[name], address="simulated:1") for name in names() if name != "hub"]
     hub = HubConfig("simulated", "hub.sock", site=entries)
-    return hub, {entry.name: SiteConfig(entry.name, "site.sock", keys["hub"], SITES[0]) for entry in entries}
+    return hub, {entry.name: SiteConfig(entry.name, "site.sock", SITES[0], keys["hub"]) for entry in entries}
 
 
 class Signatures:
