@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd')
 
-.PHONY: package soak soak-sites soak-entries replay peers help demo test check bench venv format checked clean
+.PHONY: fuzz package soak soak-sites soak-entries replay peers help demo test check bench venv format checked clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -18,6 +18,10 @@ test: $(STAMP) ## every test a clone can run
 
 package: $(STAMP) ## build the wheel, install it alone, run the demo from it
 	@$(BIN)/python -m pytest tests/package/wheel.py
+
+fuzz: $(STAMP) ## every parser of foreign text under atheris: make fuzz SECONDS=30 PARSER=plan
+	@$(BIN)/python -m pip install -q atheris
+	@PYTHONPATH=tests $(BIN)/python -m fuzz $(or $(SECONDS),30) $(PARSER)
 
 soak: $(STAMP) ## simulated worlds until Ctrl-C; a failing seed is printed with its smallest trace
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--from $(SEED))

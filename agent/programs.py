@@ -34,6 +34,7 @@ class Task:
         socket: path of the Unix socket it is spoken to over.
         data: directory it gets as `{data}`.
         check: checks an update's file before the program is told that it was taken.
+        ended: told how the program ended, once it has.
 
     Attributes:
         failure: why the program is of no use any more, or "".
@@ -48,6 +49,7 @@ class Task:
         socket: Path,
         data: str,
         check: UpdateCheck,
+        ended: Callable[[str], None],
     ) -> None:
         self.wanted = wanted
         self.directory = directory
@@ -58,6 +60,7 @@ class Task:
         self._socket = socket
         self._data = data
         self._check = check
+        self._ended = ended
         self._offered: NextRound | None = None
         self._taken = 0
         self._changed = asyncio.Condition()
@@ -106,6 +109,7 @@ class Task:
         async with self._changed:
             self.failure = self.failure or how or "the program ended before the plan did"
             self._changed.notify_all()
+        self._ended(how or "it ended by itself")
 
     @property
     def pid(self) -> int:

@@ -51,7 +51,7 @@ from fedpool.leasing.requests import (
     Transfer,
     Uncordon,
 )
-from fedpool.ledger.records import PolicyObeyed, RosterObeyed
+from fedpool.ledger.records import TEXT_MAX, LoggedIn, PolicyObeyed, ProgramSaid, RosterObeyed
 from fedpool.names import require_id
 from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
@@ -154,6 +154,7 @@ class SiteAgent:
             self._state / "rounds",
             self._fetch,
             self._task,
+            self.ledger,
         )
         self._tasks: dict[str, Task] = {}
         self._hubs: dict[Peer, None] = {}
@@ -226,15 +227,16 @@ class SiteAgent:
             if subsystem == ssh.BULK:
                 await self._serve_bulk(BulkChannel(stream, self._rounds.source))
             else:
-                await self._serve_control(Peer(stream, "site", self.config.name, serve=self._answer))
+                await self._serve_control(Peer(stream, "site", self.config.name, serve=self._answer), name)
         except* IbshellError as group:
             log.info("a %s channel ended: %s", subsystem, group.exceptions[0])
 
-    async def _serve_control(self, peer: Peer) -> None:
+    async def _serve_control(self, peer: Peer, name: str) -> None:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(peer.run())
-            await peer.start()
+            hello = await peer.start()
             self._hubs[peer] = None
+            await self.leases.record(LoggedIn(who=name[:TEXT_MAX], software=hello.software[:TEXT_MAX]))
             try:
                 await running
             finally:
@@ -288,7 +290,7 @@ class SiteAgent:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
-            with contextlib.suppress(Unreachable):  # the hub reads the state when it is back
+            with contextlib.suppress(Unreachable, StorageFailed):  # the hub reads the state when it is back
                 await coroutine
 
         task = asyncio.get_running_loop().create_task(quietly())
@@ -430,10 +432,20 @@ class SiteAgent:
             socket = self._runtime / f"t-{hashlib.sha256(f'{self.config.name}/{wanted.run}'.encode()).hexdigest()[:12]}"
             directory = self._state / "tasks" / wanted.run
             devices = [grant.uuid for grant in lease.grants if grant.uuid not in lease.leaving]
-            task = Task(self.config.name, wanted, devices, directory, socket, self._data, self._rounds.check_update)
+            task = Task(
+                self.config.name,
+                wanted,
+                devices,
+                directory,
+                socket,
+                self._data,
+                self._rounds.check_update,
+                lambda how: self._program(wanted, "ended", how),
+            )
             await task.start()
             self._tasks[wanted.run] = task
             log.info("run %s: program %s started under lease %s", wanted.run, task.pid, wanted.lease)
+            self._program(wanted, "started")
             return Nothing()
 
     def _cohort(self, policy: Policy) -> int:
@@ -460,6 +472,12 @@ class SiteAgent:
             await self.leases.refused("task.start", wanted.lease, error)
             raise
         return plan
+
+    def _program(self, wanted: TaskWanted, event: str, reason: str = "") -> None:
+        record = ProgramSaid(
+            run=wanted.run, lease=wanted.lease, event=event, plan=wanted.plan.hex(), reason=reason[:TEXT_MAX]
+        )
+        self._spawn(self.leases.record(record))
 
     async def _stop_task(self, ended: TaskEnded) -> Nothing:
         require_id(ended.run, "run")

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import msgspec
 import numpy as np
 
 from agent import clock, files
+from agent.ledger import SiteLedger
 from agent.ports import Store
 from agent.programs import Task
 from fedpool.errors import IbshellError, NotFound, ProgramFailed, Refused, UsageError
 from fedpool.federation import parameters
 from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
+from fedpool.ledger.records import Record, RoundSaid
 from fedpool.names import require_id
 from fedpool.secagg import masks
 from fedpool.secagg.client import (
@@ -86,6 +88,7 @@ class SiteRounds:
         directory: for models and vectors.
         fetch: gets an object from the hub into a file.
         task: finds the program of a run.
+        ledger: the site's, which says what left it.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class SiteRounds:
         directory: Path,
         fetch: Callable[[bytes, Path], Awaitable[None]],
         task: Callable[[str], Task],
+        ledger: SiteLedger,
     ) -> None:
         self._policy = policy
         self._identity = identity
@@ -103,6 +107,7 @@ class SiteRounds:
         self._directory = directory
         self._fetch = fetch
         self._task = task
+        self._ledger = ledger
         self._open: dict[str, _Open] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._released: dict[str, int] = {}
@@ -191,16 +196,46 @@ class SiteRounds:
                 opened.masking_for, opened.masking = event, effect
                 decision = opened.machine.step(VectorSent(await self._mask(opened, effect)))
                 opened.machine.remember(event, decision.replies[0])
+            said = self._said(opened, decision.entries, effect is not None)
             try:
-                await self._store.append(STREAM, decision.entries)
+                await self._store.append(STREAM, decision.entries, records=self._ledger.at(said))
             except IbshellError:
                 # What cannot be recorded must not be revealed: this site is out of the round.
                 self._open.pop(phase.run, None)
                 await self.recover()
                 raise
+            if said:
+                self._ledger.wrote()
             for entry in decision.entries:
                 self._released[entry.federation] = max(self._released.get(entry.federation, 0), entry.round)
             return PhaseAnswer(msgspec.msgpack.encode(decision.replies[0]))
+
+    def _said(self, opened: _Open, entries: Sequence[SharesReleased], sent: bool) -> list[Record]:
+        """What the ledger says about a step: what of this site's left it, in what form."""
+        manifest = opened.machine.manifest
+        lease = self._task(manifest.federation).wanted.lease
+
+        def record(event: str, cohort: Iterable[str], size: int, form: str) -> RoundSaid:
+            return RoundSaid(
+                run=manifest.federation,
+                lease=lease,
+                round=manifest.round,
+                attempt=manifest.attempt,
+                event=event,
+                plan=manifest.plan.hex(),
+                model=manifest.model.hex(),
+                cohort=tuple(cohort),
+                bytes=size,
+                form=form,
+            )
+
+        found: list[Record] = []
+        if sent:
+            names = (site.name for site in manifest.participants)
+            form = f"doubly masked, {manifest.ring_bits}-bit ring"
+            found.append(record("sent", names, manifest.words * masks.WORD_BYTES, form))
+        found += [record("released", entry.survivors, 0, "shares of masks") for entry in entries]
+        return found
 
     async def _mask(self, opened: _Open, effect: MaskVector) -> bytes:
         """Wait for the program's update, encode and mask it into a file, and hash that."""

@@ -99,6 +99,7 @@ def _fields(kind: type[msgspec.Struct], table: str) -> list[str]:
     fields = msgspec.structs.fields(kind)
     for field in fields:
         if field.encode_name == table:
-            inner = next((arg for arg in get_args(field.type) if isinstance(arg, type)), field.type)
-            return [inside.encode_name for inside in msgspec.structs.fields(inner)]
+            kinds = [kind for kind in (field.type, *get_args(field.type)) if isinstance(kind, type)]
+            inner = next((kind for kind in kinds if issubclass(kind, msgspec.Struct)), None)
+            return [inside.encode_name for inside in msgspec.structs.fields(inner)] if inner is not None else []
     return [field.encode_name for field in fields]

@@ -12,12 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from fedpool.leasing.usage import LeaseUse
+import msgspec
+
+from fedpool.leasing.usage import LeaseUse, Outflow
 from ibshell.render import cell
 
 FORMS = ("markdown", "html", "json")
 HOUR_MS = 3_600_000
-COLUMNS = ("tenant", "lease", "site", "gpus", "from", "until", "gpu_hours", "ended", "records")
+COLUMNS = ("tenant", "lease", "site", "gpus", "from", "until", "gpu_hours", "ended", "policy", "records")
+LEFT = ("tenant", "run", "site", "rounds", "bytes", "form", "cohort_min", "plan", "records")
 
 
 def stamp(time_ms: int | None) -> str:
@@ -46,6 +49,7 @@ def rows(uses: Mapping[str, Iterable[LeaseUse]], tenant: str) -> list[dict[str, 
             "ended": use.state if use.ended_ms is not None else "",
             "reason": use.reason,
             "devices": use.devices,
+            "policy": use.policy[:16],
             "records": use.records,
         }
         for site, of_site in uses.items()
@@ -53,6 +57,21 @@ def rows(uses: Mapping[str, Iterable[LeaseUse]], tenant: str) -> list[dict[str, 
         if not tenant or use.tenant == tenant
     ]
     return sorted(found, key=lambda row: (row["from"], row["lease"], row["site"]))
+
+
+def outflows(found: Mapping[str, Iterable[Outflow]], tenant: str) -> list[dict[str, Any]]:
+    """What left which site in which federation, in what form.
+
+    Args:
+        found: {site: what left it}.
+        tenant: only this one's, or "" for all.
+    """
+    return [
+        {"site": site, **msgspec.to_builtins(one), "plan": one.plan[:16]}
+        for site, of_site in sorted(found.items())
+        for one in of_site
+        if not tenant or one.tenant == tenant
+    ]
 
 
 def totals(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -66,20 +85,29 @@ def totals(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [sums[key] for key in sorted(sums)]
 
 
-def document(title: str, lines: Sequence[Mapping[str, Any]], ledgers: Sequence[Mapping[str, Any]], form: str) -> str:
+def document(
+    title: str,
+    lines: Sequence[Mapping[str, Any]],
+    left: Sequence[Mapping[str, Any]],
+    ledgers: Sequence[Mapping[str, Any]],
+    form: str,
+) -> str:
     """The report.
 
     Args:
         title: its heading.
         lines: from `rows`.
+        left: from `outflows`.
         ledgers: of each site `site`, `records`, `root`, `key`, `checkpoint` and `missing`.
         form: markdown, html or json.
     """
     if form == "json":
-        return json.dumps({"title": title, "uses": lines, "totals": totals(lines), "ledgers": ledgers}, indent=2) + "\n"
+        found = {"title": title, "uses": lines, "totals": totals(lines), "federations": left, "ledgers": ledgers}
+        return json.dumps(found, indent=2) + "\n"
     parts = [
         ("Totals", _table(("tenant", "site", "leases", "gpu_hours"), totals(lines))),
         ("Leases", _table(COLUMNS, lines)),
+        ("Federations: what left the sites", _table(LEFT, left)),
         ("Ledgers", _table(("site", "records", "root", "key", "missing"), ledgers)),
     ]
     return _markdown(title, parts) if form == "markdown" else _html(title, parts)

@@ -25,11 +25,19 @@ def tried(text: str, where: str, words: str) -> dict[str, Any]:
     """
     policy = policies.parse(text, where)
     given: dict[str, str] = {}
-    for pair in shlex.split(words):
+    try:
+        pairs = shlex.split(words)
+    except ValueError as error:
+        raise UsageError(f"{words[:200]!r}: {error}", "program='python train.py'") from None
+    for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or key not in WORDS:
             raise UsageError(f"{pair!r} in a request", f"known are {', '.join(f'{word}=' for word in WORDS)}")
         given[key] = value
+    try:
+        program = shlex.split(given.get("program", ""))
+    except ValueError as error:
+        raise UsageError(f"program={given['program'][:200]!r}: {error}") from None
     if not given:
         return {"request": "", "allowed": True, "problems": []}
     problems: list[str] = []
@@ -42,7 +50,6 @@ def tried(text: str, where: str, words: str) -> dict[str, Any]:
         kinds = given["type"].split(",") if "type" in given else []
         problems += policy.lease_problems(given["tenant"], gpus, kinds, parse_duration(given.get("for", "1h")), unix)
     if "program" in given or "data" in given:
-        program = shlex.split(given.get("program", ""))
         problems += policy.program_problems(program, given["data"].split(",") if "data" in given else [])
     return {"request": words, "allowed": not problems, "problems": problems}
 

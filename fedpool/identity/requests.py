@@ -4,6 +4,7 @@ The hub passes them on and can change nothing in them; each site opens them for 
 SSHSIG with the requester's certificate, so `ssh-keygen -Y verify -n request@ibshell` accepts them too.
 """
 
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -128,13 +129,21 @@ def read(signed: Signed) -> Payload:
     return payload
 
 
-def open_(signed: Signed, trust: Trust, method: str, expected: type[Body], now: float) -> Opened[Body]:
+def open_(
+    signed: Signed,
+    trust: Trust,
+    method: str,
+    expected: type[Body],
+    now: float,
+    check: Callable[[sshsig.Signature, bytes, str, bytes], None] = sshsig.check,
+) -> Opened[Body]:
     """Open a request: it is for this pool and this method, its signer has the role it names, now, and nothing was altered.
 
     Whether it is fresh is another question: see `require_fresh`.
 
     Args:
         now: Unix seconds.
+        check: checks a signature, or puts that off.
 
     Raises:
         NotAuthorised: not so, and why.
@@ -149,7 +158,7 @@ def open_(signed: Signed, trust: Trust, method: str, expected: type[Body], now: 
         raise NotAuthorised(f"a signature for {payload.method[:40]!r} with a request for {method!r}")
     signature = sshsig.parse(signed.signature)
     certificate = trust.require_blob(signature.key, certificates.USER, payload.principal, now)
-    sshsig.check(signature, certificate.public, NAMESPACE, signed.payload)
+    check(signature, certificate.public, NAMESPACE, signed.payload)
     try:
         body = msgspec.convert(payload.body, expected, str_keys=True)
     except msgspec.ValidationError as error:

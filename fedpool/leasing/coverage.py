@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from fedpool.errors import IbshellError, NotAuthorised
-from fedpool.identity import requests
+from fedpool.identity import requests, sshsig
 from fedpool.identity.keys import fingerprint
 from fedpool.identity.principals import OPERATOR, tenant_principal
 from fedpool.identity.trust import Trust
@@ -58,13 +59,20 @@ class Coverage:
     Args:
         trust: whom the verifier believes; None where it believes none, and only looks for requests.
         state: where an earlier one ended.
+        check: checks a signature, or puts that off.
 
     Attributes:
         requests: how many signatures were checked.
     """
 
-    def __init__(self, trust: Trust | None, state: CoverageState | None = None) -> None:
+    def __init__(
+        self,
+        trust: Trust | None,
+        state: CoverageState | None = None,
+        check: Callable[[sshsig.Signature, bytes, str, bytes], None] = sshsig.check,
+    ) -> None:
         self._trust = trust
+        self._check = check
         self._state = state or CoverageState()
         self.requests = 0
 
@@ -117,7 +125,7 @@ class Coverage:
             if self._trust is None:
                 body: Any = msgspec.convert(payload.body, kind, str_keys=True)
             else:
-                body = requests.open_(signed, self._trust, payload.method, kind, record.time / 1000).body
+                body = requests.open_(signed, self._trust, payload.method, kind, record.time / 1000, self._check).body
         except (IbshellError, msgspec.ValidationError, binascii.Error) as error:
             return [f"a request about lease {record.lease or '-'} that nobody had signed so: {error}"]
         if payload.method.startswith("site."):

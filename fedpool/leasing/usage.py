@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from fedpool.leasing import lease as life
-from fedpool.ledger.records import Granted, LeaseDevices, LeaseSaid, Record
+from fedpool.ledger.records import Granted, LeaseDevices, LeaseSaid, PolicyObeyed, Record, RoundSaid
 from fedpool.records import WHOLE_MILLI
 
 USING = ("active", "ending")  # a hold is not yet use; devices of an ending lease are not yet free
@@ -24,6 +24,7 @@ class LeaseUse(msgspec.Struct):
         devices: UUIDs of all devices it ever had.
         device_ms: whole devices times milliseconds within the time asked for.
         records: numbers of the records that say so.
+        policy: digest of the site's policy when it began, "" where it had none.
     """
 
     lease: str
@@ -34,6 +35,30 @@ class LeaseUse(msgspec.Struct):
     reason: str = ""
     devices: list[str] = []
     device_ms: int = 0
+    records: list[int] = []
+    policy: str = ""
+
+
+class Outflow(msgspec.Struct):
+    """What left a site in one federation, under one lease.
+
+    Attributes:
+        rounds: in which something was sent.
+        bytes: that were sent.
+        form: in which.
+        cohort_min: fewest sites whose updates are in a sum that this site's shares unmasked; 0 where there is none yet.
+        plan: hexadecimal SHA-256 of the plan.
+        records: numbers of the records that say so.
+    """
+
+    run: str
+    lease: str
+    tenant: str
+    plan: str
+    rounds: int = 0
+    bytes: int = 0
+    form: str = ""
+    cohort_min: int = 0
     records: list[int] = []
 
 
@@ -60,6 +85,8 @@ class Usage:
         self._until_ms = until_ms
         self._held: dict[str, _Held] = {}
         self._uses: list[LeaseUse] = []
+        self._policy = ""
+        self._outflows: dict[tuple[str, str], Outflow] = {}
 
     def take(self, number: int, record: Record) -> None:
         """One more record."""
@@ -71,6 +98,26 @@ class Usage:
                     self._give(held, record.grants)
             case LeaseSaid():
                 self._said(number, record)
+            case PolicyObeyed():
+                self._policy = record.digest
+            case RoundSaid() if self._since_ms <= record.time < self._until_ms:
+                self._left(number, record)
+
+    def _left(self, number: int, said: RoundSaid) -> None:
+        held = self._held.get(said.lease)
+        tenant = held.use.tenant if held is not None and held.use is not None else ""
+        found = self._outflows.setdefault((said.run, said.lease), Outflow(said.run, said.lease, tenant, said.plan))
+        found.records.append(number)
+        if said.event == "sent":
+            found.rounds += 1
+            found.bytes += said.bytes
+            found.form = said.form
+        elif not found.cohort_min or len(said.cohort) < found.cohort_min:
+            found.cohort_min = len(said.cohort)
+
+    def outflows(self) -> list[Outflow]:
+        """What left the site within the time asked for, a federation and lease each."""
+        return list(self._outflows.values())
 
     def _said(self, number: int, said: LeaseSaid) -> None:
         if said.event in ("hold", "carried"):
@@ -88,7 +135,7 @@ class Usage:
         if said.state in USING and (use is None or use.tenant != said.tenant):
             if use is not None:
                 use.ended_ms, use.state, use.reason = said.time, "transferred", f"to {said.tenant}"
-            use = held.use = LeaseUse(said.lease, said.tenant, said.time, records=held.records)
+            use = held.use = LeaseUse(said.lease, said.tenant, said.time, records=held.records, policy=self._policy)
             use.devices = list(held.milli)
             self._uses.append(use)
         if use is not None:

@@ -125,6 +125,62 @@ class RosterObeyed(Record, frozen=True, kw_only=True, tag="roster"):
     denied_keys: tuple[str, ...] = ()
 
 
+class ProgramSaid(Record, frozen=True, kw_only=True, tag="program"):
+    """A tenant's program was started here, or has ended.
+
+    Attributes:
+        run: of which federation.
+        lease: under which.
+        event: "started" or "ended".
+        plan: hexadecimal SHA-256 of the plan.
+        reason: how it ended.
+    """
+
+    run: str
+    lease: str
+    event: str
+    plan: str
+    reason: str = ""
+
+
+class RoundSaid(Record, frozen=True, kw_only=True, tag="round"):
+    """What left the site in a round of a federation.
+
+    Attributes:
+        run: the federation.
+        lease: under which its program trained.
+        event: "sent": the masked update; "released": shares of masks, by which the sum of the survivors' updates is unmasked.
+        plan: hexadecimal SHA-256 of the plan.
+        model: hexadecimal SHA-256 of the parameters that were trained on.
+        cohort: the sites that were in the round, or, with "released", whose updates are in the sum.
+        bytes: that were sent.
+        form: in which.
+    """
+
+    run: str
+    lease: str
+    round: int
+    attempt: int
+    event: str
+    plan: str
+    model: str
+    cohort: tuple[str, ...]
+    bytes: int
+    form: str
+
+
+class LoggedIn(Record, frozen=True, kw_only=True, tag="login"):
+    """A hub has opened a control channel.
+
+    Attributes:
+        who: the name that its certificate was issued for, or that its key has in the configuration.
+        software: that it says it runs.
+    """
+
+    who: str
+    software: str
+
+
 class PolicyObeyed(Record, frozen=True, kw_only=True, tag="policy"):
     """The site goes by a policy from here on.
 
@@ -215,6 +271,9 @@ AnyRecord: TypeAlias = (
     | Requested
     | RosterObeyed
     | PolicyObeyed
+    | ProgramSaid
+    | RoundSaid
+    | LoggedIn
     | Refusal
     | LeaseSaid
     | LeaseDevices
@@ -254,7 +313,7 @@ def decode(data: bytes) -> AnyRecord | None:
         if any(kind == known.__struct_config__.tag for known in AnyRecord.__args__):
             raise IntegrityError(f"a record of kind {kind!r} cannot be read: {error}") from None
         return None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise IntegrityError(f"a record cannot be read: {error}") from None
 
 
@@ -279,5 +338,5 @@ def time_of(data: bytes) -> int:
 def _peek(data: bytes) -> _Kind:
     try:
         return _KIND.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise IntegrityError(f"a record cannot be read: {error}") from None

@@ -17,13 +17,14 @@ from fedpool.errors import IbshellError, IntegrityError, NotFound, Refused, Stor
 from fedpool.identity.trust import Trust
 from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.recorded import Replay
-from fedpool.leasing.usage import LeaseUse, Usage
+from fedpool.leasing.usage import LeaseUse, Outflow, Usage
 from fedpool.ledger import canonical, merkle, notes
 from fedpool.ledger.records import decode
 from fedpool.ledger.verification import Finding, Verification, read_checkpoint
 from fedpool.units import format_size, parse_duration
 from fedpool.wire.messages import Listing, Nothing
 from ibshell import diagnostics, proofs, render, report
+from ibshell.checking import SignatureChecks
 from ibshell.cli import options
 from ibshell.exported import Exported, found_in, write
 from ibshell.ledgers import PAGE, Ledger, seen_by
@@ -121,6 +122,10 @@ def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
         what, tenant = f"{asked['method']} signed by {asked['principal']}", name if role == "tenant" else ""
     if said.get("next_tenant"):
         what = f"to {said['next_tenant']}"
+    elif kind == "round":
+        what = f"round {said['round']}: {said['event']}, {said['bytes']} bytes, {said['form']}, {len(said['cohort'])} sites"
+    elif kind == "login":
+        what = f"{said['who']} with {said['software']}"
     elif kind in ("policy", "roster"):
         what = f"{said.get('number', '')} {said['digest'][:16]}".strip()
     elif not what and "for_ms" in said:
@@ -130,7 +135,7 @@ def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
         "time": datetime.fromtimestamp(said.get("time", 0) / 1000, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
         "site": site,
         "record": number,
-        "kind": f"lease.{said['event']}" if kind == "lease" else kind,
+        "kind": f"{kind}.{said['event']}" if kind in ("lease", "program", "round") else kind,
         "tenant": tenant,
         "lease": said.get("lease", ""),
         "gpus": devices or None,
@@ -221,18 +226,21 @@ def _verified(
     """Verify one site's ledger, and compare it with what others have seen of it."""
     seen = None if full else ledger.seen
     replay = Replay(seen.replayed if seen else None)
-    coverage = Coverage(trust, seen.covered if seen else None)
-    check = Verification(
-        ledger.site,
-        ledger.key,
-        lambda record: [*replay.take(record), *coverage.take(record)],
-        seen.verified if seen else None,
-    )
-    first, cosigners = check.size, _expect(check, ledger, others, shown)
-    for number, data in ledger.records(first, ledger.size):
-        check.take(data)
-        if number % 1000 == 0:
-            bar.at(number, ledger.site)
+    with SignatureChecks(lambda: check.size - 1) as signatures:
+        coverage = Coverage(trust, seen.covered if seen else None, signatures)
+        check = Verification(
+            ledger.site,
+            ledger.key,
+            lambda record: [*replay.take(record), *coverage.take(record)],
+            seen.verified if seen else None,
+        )
+        first, cosigners = check.size, _expect(check, ledger, others, shown)
+        for number, data in ledger.records(first, ledger.size):
+            check.take(data)
+            if number % 1000 == 0:
+                bar.at(number, ledger.site)
+        for number, problem in signatures.finish():
+            check.find(problem, number)
     check.finish(ledger.note)
     for problem in coverage.finish():
         check.find(problem)
@@ -477,7 +485,9 @@ def report_(
     site: Sites = None,
     form: Annotated[str, typer.Option("--output", "-o", help="markdown, html or json.", metavar="FORM")] = "markdown",
 ) -> None:
-    """Report who used which GPUs when, from the sites' ledgers, with the records and checkpoints it rests on.
+    """Report who used which GPUs when, under which policy, and what left the sites in federations, in what form and how many bytes.
+
+    It is made from the sites' ledgers alone, and names the records and checkpoints it rests on.
 
     Examples: ibshell ledger report --tenant oncology --since 30d > report.md
               ibshell ledger report --since 2026-12-01 -o html > report.html
@@ -486,6 +496,7 @@ def report_(
         raise UsageError(f"no output form {form!r}", f"known: {', '.join(report.FORMS)}")
     since_ms, until_ms = _since_ms(since), int(time.time() * 1000)
     uses: dict[str, list[LeaseUse]] = {}
+    left: dict[str, list[Outflow]] = {}
     ledgers: list[dict[str, Any]] = []
     with options.hub() as connection:
         for name in _names(connection, site or ()):
@@ -499,6 +510,7 @@ def report_(
                 diagnostics.say(f"missing: {name}: {error.message}")
                 continue
             uses[name] = usage.uses(until_ms)
+            left[name] = usage.outflows()
             checkpoint = {
                 "records": ledger.size,
                 "root": root,
@@ -508,7 +520,7 @@ def report_(
             ledgers.append({"site": name, **checkpoint, "missing": ""})
     whose = f"{tenant}: " if tenant else ""
     title = f"{whose}GPUs used from {report.stamp(since_ms)} to {report.stamp(until_ms)}"
-    render.write(report.document(title, report.rows(uses, tenant), ledgers, form))
+    render.write(report.document(title, report.rows(uses, tenant), report.outflows(left, tenant), ledgers, form))
 
 
 def _folded(ledger: Ledger, usage: Usage, bar: Bar) -> str:

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedpool.leasing.recorded import Replay
+from fedpool.identity import certificates, requests
+from fedpool.identity.keys import fingerprint
+from fedpool.identity.trust import Trust
+from fedpool.leasing.coverage import Coverage
+from fedpool.leasing.recorded import Replay, requested
 from fedpool.ledger import merkle, notes
-from fedpool.ledger.records import Granted, LeaseSaid, LedgerOpened, Record, encode_at
+from fedpool.ledger.records import Granted, LeaseSaid, LedgerOpened, Record, Requested, SiteStarted, encode_at
 from fedpool.ledger.verification import Verification
+from fedpool.wire.messages import LeaseWanted
+from ibshell.checking import SignatureChecks
 from ibshell.measure.figure import Figure
 
 RECORDS = 1_000_000
@@ -39,6 +45,60 @@ def _records(count: int, first: int = 0) -> Iterator[Record]:
                 grants=grants if version == 1 else None,
                 reason="released" if version > 2 else "",
             )
+
+
+class _Tenant:
+    """Somebody who signs what stands in the ledger, and who believes it."""
+
+    def __init__(self) -> None:
+        self.authority, self.key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+        public = self.key.public_key().public_bytes_raw()
+        role = ("tenant/oncology",)
+        self.certificate = certificates.issue(self.authority, certificates.USER, public, role, "bench", 1, (0, 1 << 40))
+        self.trust = Trust("bench@0", (self.authority.public_key().public_bytes_raw(),))
+
+    def request(self, lease: str, nonce: int) -> Requested:
+        """A signed request for a lease, as a record."""
+        wanted = LeaseWanted("oncology", 2, 3600.0, gpu_type="h100", id=lease)
+        payload = requests.compose("bench@0", "lease.request", wanted, "tenant/oncology", (), 1, f"{nonce:032x}")
+        return requested(lease, requests.sign(self.key, self.certificate, payload))
+
+
+def _signed(count: int, tenant: _Tenant) -> Iterator[Record]:
+    """As `_records`, each lease with its tenant's request before it."""
+    yield SiteStarted(
+        epoch=1, software="bench", pool="bench@0", authorities=(fingerprint(tenant.trust.authorities[0]),)
+    )
+    for number, record in enumerate(_records(count * 4 // 5)):
+        if isinstance(record, LeaseSaid) and record.event == "hold":
+            yield tenant.request(record.lease, number)
+        yield record
+
+
+def _verified_signed(signing: Ed25519PrivateKey, key: notes.Key) -> tuple[float, int, float]:
+    """Seconds for a ledger of a million records with the signatures in it, how many those are, and for one bare signature."""
+    tenant, tree = _Tenant(), merkle.Frontier()
+    data = _written(tree, iter([LedgerOpened(format=1, site="bench", key="")]), 1)
+    data += _written(tree, _signed(RECORDS, tenant), 2)
+    replay = Replay()
+    began = time.perf_counter()
+    with SignatureChecks(lambda: check.size - 1) as checks:
+        coverage = Coverage(tenant.trust, None, checks)
+        check = Verification("bench", key, lambda record: [*replay.take(record), *coverage.take(record)])
+        for record in data:
+            check.take(record)
+        wrong = checks.finish()
+    check.finish(_note(tree, signing, key.name))
+    took = time.perf_counter() - began
+    if wrong or check.findings or coverage.finish():
+        raise AssertionError(f"{wrong[:1]} {check.findings[:1]}")
+    message = b"x" * 400
+    value = tenant.key.sign(message)
+    public = tenant.key.public_key()
+    began = time.perf_counter()
+    for _ in range(2000):
+        public.verify(value, message)
+    return took, coverage.requests, (time.perf_counter() - began) / 2000
 
 
 def _written(tree: merkle.Frontier, records: Iterator[Record], time_ms: int) -> list[bytes]:
@@ -85,7 +145,16 @@ def measure() -> list[Figure]:
     again = time.perf_counter() - began
     if check.findings:
         raise AssertionError(check.findings[0].problem)
+    signed, signatures, bare_signature = _verified_signed(signing, key)
     return [
+        Figure(
+            "ledger",
+            f"verify {RECORDS} records with {signatures} signed requests",
+            round(signed, 2),
+            "s",
+            limit=f"{signatures} bare signatures on one core",
+            limit_value=round(signatures * bare_signature, 2),
+        ),
         Figure(
             "ledger",
             "encode and hash a record",

@@ -5,8 +5,8 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpool.leasing.usage import USING, LeaseUse, Usage
-from fedpool.ledger.records import Granted, LeaseDevices, LeaseSaid
+from fedpool.leasing.usage import USING, LeaseUse, Outflow, Usage
+from fedpool.ledger.records import Granted, LeaseDevices, LeaseSaid, PolicyObeyed, RoundSaid
 from ibshell import report
 
 ENDINGS = {"release": "released", "expire": "expired", "revoke": "revoked"}
@@ -78,6 +78,27 @@ def test_a_lease_is_one_line_a_tenant():
     assert usage.uses(20_000)[1].device_ms == 4_504_500, "asking again counts nothing twice"
 
 
+def test_what_left_a_site_and_under_which_policy():
+    usage = Usage(0, 10**12)
+    more = {"run": "r", "lease": "aaaaaaaa", "attempt": 1, "plan": "aa", "model": "bb", "form": "masked"}
+    records = [
+        PolicyObeyed(digest="d1", text=""),
+        said(1000, "hold", "held", grants=devices(2)),
+        said(2000, "commit", "active"),
+        RoundSaid(time=3000, round=1, event="sent", cohort=("a", "b", "c"), bytes=400, **more),
+        RoundSaid(time=3001, round=1, event="released", cohort=("a", "b"), bytes=0, **more),
+        PolicyObeyed(time=3002, digest="d2", text="x"),
+        RoundSaid(time=4000, round=2, event="sent", cohort=("a", "b", "c"), bytes=400, **more),
+        RoundSaid(time=5 * 10**12, round=3, event="sent", cohort=("a", "b", "c"), bytes=400, **more),
+    ]
+    for number, record in enumerate(records):
+        usage.take(number, record)
+    [use], [left] = usage.uses(20_000), usage.outflows()
+    assert use.policy == "d1"
+    assert (left.tenant, left.rounds, left.bytes, left.cohort_min, left.records) == ("onc", 2, 800, 2, [3, 4, 6])
+    assert report.outflows({"north": [left]}, "phys") == []
+
+
 HOSTILE = LeaseUse("aaaaaaaa", "<b>|x", 0, 3_600_000, "revoked", "`rm`", ["GPU-1", "GPU-2"], 7_200_000, [3, 4, 9])
 
 
@@ -85,10 +106,13 @@ def test_the_forms_of_a_report():
     lines = report.rows({"site-01": [HOSTILE], "site-02": [HOSTILE]}, "")
     assert report.totals(lines)[0] == {"tenant": "<b>|x", "site": "site-01", "leases": 1, "gpu_hours": 2.0}
     ledgers = [{"site": "site-01", "records": 12, "root": "ab", "key": "k", "checkpoint": "c", "missing": ""}]
-    text = report.document("a|b", lines, ledgers, "markdown")
+    left = report.outflows(
+        {"site-01": [Outflow("r|n", "aaaaaaaa", "<b>|x", "ff" * 32, 3, 12_000, "masked", 4, [5, 9])]}, ""
+    )
+    text = report.document("a|b", lines, left, ledgers, "markdown")
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert r"\<b\>\|x" in text and "3–9" in text and text.startswith("# a\\|b\n")
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {5, 10, 6}, "no name breaks a table"
-    page = report.document("a<b", lines, ledgers, "html")
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {5, 11, 10, 6}, "no name breaks a table"
+    page = report.document("a<b", lines, left, ledgers, "html")
     assert "<b>" not in page and "&lt;b&gt;|x" in page and "<h1>a&lt;b</h1>" in page
     assert report.rows({"site-01": [HOSTILE]}, "onc") == []

@@ -1,0 +1,1 @@
+"""Parsers of what others wrote, fed with what nobody would write."""
