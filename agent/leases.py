@@ -19,7 +19,7 @@ from fedpool.leasing.grants import EndProcesses, GrantDecision, SiteGrants, Site
 from fedpool.leasing.recorded import CARRIED, Refusals, lease_records, records_of, requested
 from fedpool.leasing.requests import Cordon, GrantEvent, LeaseEvent, Obey, ProcessesGone, Tick, Uncordon
 from fedpool.ledger.records import Record
-from fedpool.names import mark_of
+from fedpool.names import mark_of, scope_of
 from fedpool.records import Inventory, SiteLease
 from fedpool.step import Decision
 
@@ -69,6 +69,7 @@ class SiteLeases:
         self._clock = clock
         self._launcher = launcher
         self._ledger = ledger
+        self._scope = scope_of(site, ledger.key.public)
         self._gate = gate
         self._rules = rules
         self._refusals = Refusals()
@@ -77,6 +78,10 @@ class SiteLeases:
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: set[EndProcesses | WarnProcesses] = set()
         self._binding: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def mark(self, lease: str) -> str:
+        """The mark that the processes of a lease bear."""
+        return mark_of(self._scope, lease)
 
     @property
     def machine(self) -> SiteGrants:
@@ -92,7 +97,7 @@ class SiteLeases:
         await self._commit(Decision([self.machine.restarted(instant(self._clock), last)]))
         # A program does not outlive its agent: what is left of one belongs to a lease whose task must be started anew, or to
         # one that this agent's disk has lost.
-        for mark in await self._launcher.marks(self.machine.site):
+        for mark in await self._launcher.marks(self._scope):
             await self._launcher.end(mark)
         self.machine.recovering = False
         for lease in list(self.machine.leases.values()):
@@ -179,7 +184,7 @@ class SiteLeases:
             deadline = min(lease.deadline, self._clock.now())
         else:
             self._guarded.discard(lease.id)
-        self._launcher.guard(mark_of(self.machine.site, lease.id), deadline)
+        self._launcher.guard(self.mark(lease.id), deadline)
 
     async def durable(self) -> None:
         """Wait until everything decided so far is durable: before it, nobody is told."""
@@ -266,7 +271,7 @@ class SiteLeases:
 
     async def _carry_out(self, effect: EndProcesses | WarnProcesses) -> None:
         try:
-            mark = mark_of(self.machine.site, effect.lease)
+            mark = self.mark(effect.lease)
             if isinstance(effect, WarnProcesses):
                 await self._launcher.warn(mark, effect.devices)
                 await self._give_back(effect, mark)

@@ -109,8 +109,8 @@ class Store(Protocol):
 class Launcher(Protocol):
     """Ends the processes of leases; see `agent.launchers.local`, the real one."""
 
-    async def marks(self, site: str) -> list[str]:
-        """The marks of all processes that run under leases of a site."""
+    async def marks(self, scope: str) -> list[str]:
+        """The marks of all processes that run under leases of one site, which begin with its scope."""
         ...
 
     async def warn(self, mark: str, devices: Collection[str] = ()) -> None:

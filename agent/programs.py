@@ -10,7 +10,6 @@ from typing import Any
 
 from agent.launchers import local
 from fedpool.errors import IbshellError, ProgramFailed, Refused, TimedOut, UsageError
-from fedpool.names import mark_of
 from fedpool.transport import local as unix
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream
@@ -29,6 +28,7 @@ class Task:
     Args:
         site: name of the site.
         wanted: what to start.
+        mark: of its lease, which its processes bear.
         devices: UUIDs of the devices it is to use.
         directory: its own, private.
         socket: path of the Unix socket it is spoken to over.
@@ -44,6 +44,7 @@ class Task:
         self,
         site: str,
         wanted: TaskWanted,
+        mark: str,
         devices: Sequence[str],
         directory: Path,
         socket: Path,
@@ -55,7 +56,7 @@ class Task:
         self.directory = directory
         self.failure = ""
         self._site = site
-        self._mark = mark_of(site, wanted.lease)
+        self._mark = mark
         self._devices = devices
         self._socket = socket
         self._data = data

@@ -435,6 +435,7 @@ class SiteAgent:
             task = Task(
                 self.config.name,
                 wanted,
+                self.leases.mark(wanted.lease),
                 devices,
                 directory,
                 socket,

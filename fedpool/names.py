@@ -20,6 +20,11 @@ def require_id(text: str, what: str) -> str:
     return text
 
 
-def mark_of(site: str, lease: str) -> str:
-    """The mark that the processes of a lease bear at a site."""
-    return f"{site}/{lease}"
+def scope_of(site: str, public: bytes) -> str:
+    """What the marks of a site's processes begin with: another pool's site of that name on the same machine has another key."""
+    return f"{site}.{public.hex()[:8]}"
+
+
+def mark_of(scope: str, lease: str) -> str:
+    """The mark that the processes of a lease bear."""
+    return f"{scope}/{lease}"

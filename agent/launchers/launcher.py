@@ -13,9 +13,9 @@ class LocalLauncher:
         self._watchdog = Watchdog()
         self._scanner = local.Scanner()
 
-    async def marks(self, site: str) -> list[str]:
+    async def marks(self, scope: str) -> list[str]:
         """See `Launcher.marks`."""
-        return sorted(mark for mark in await self._scanner.scan() if mark.startswith(f"{site}/"))
+        return sorted(mark for mark in await self._scanner.scan() if mark.startswith(f"{scope}/"))
 
     async def warn(self, mark: str, devices: Collection[str] = ()) -> None:
         """See `Launcher.warn`."""

@@ -152,7 +152,7 @@ def test_a_lease_ends_in_time_while_the_agent_is_stopped(make_pool):
         agent = pool.processes()["site-01"]
         os.kill(agent, signal.SIGSTOP)
         try:
-            pool.until(lambda: not any(mark.startswith("site-01/") for mark in scan()), 60)
+            pool.until(lambda: not any(mark.startswith("site-01.") for mark in scan()), 60)
         finally:
             os.kill(agent, signal.SIGCONT)
         pool.until(lambda: pool.json("status")["gpus_free"] == 6, 60)

@@ -168,7 +168,7 @@ def test_kill_9_of_a_training_program(pool):
     running = pool.background("fed", "run", str(plan), "--out", "result")
     # Between two rounds a program may die and be started again without anything being lost: it has to be inside one.
     pool.until((pool.work / "train.py.hangs").exists)
-    [(child, *_)] = [pids for mark, pids in scan().items() if mark.startswith("site-03/")]
+    [(child, *_)] = [pids for mark, pids in scan().items() if mark.startswith("site-03.")]
     os.kill(child, signal.SIGKILL)
     out, err = running.communicate(timeout=90)
     assert running.returncode == 0, out + err

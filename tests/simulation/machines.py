@@ -7,7 +7,6 @@ from agent.hub import Hub
 from agent.probes.simulated import SimulatedProbe
 from agent.site import SiteAgent
 from fedpool.errors import IbshellError, StorageFailed
-from fedpool.names import mark_of
 from simulation.audit import WHOLE, Broken, SiteAudit
 from simulation.disk import Disk, Store
 from simulation.loop import Process
@@ -208,7 +207,7 @@ class SiteMachine(Machine):
             async with agent.leases.binding(lease_id, max(grant.token for grant in grants)) as lease:
                 devices = {grant.uuid: grant.milli for grant in lease.grants}
                 await asyncio.sleep(self.chance.uniform(0.001, 0.3))
-                self.jobs.append((mark_of(self.name, lease_id), devices))
+                self.jobs.append((agent.leases.mark(lease_id), devices))
                 self.world.say(self.name, f"runs a job of {lease_id}")
                 self.check_jobs()
         except IbshellError as error:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from agent import clock
+from agent.house_rules import HouseRules
 from agent.leases import SiteLeases
 from agent.ledger import SiteLedger
 from agent.store.sqlite import SqliteStore
@@ -49,7 +50,9 @@ def opened(path):
     identity = Identity.load(key) if key.exists() else Identity.create(key)
     store = SqliteStore(path)
     ledger = SiteLedger("zurich", identity, store, clock, {}, lambda size: None)
-    return SiteLeases("zurich", inventory, None, store, lambda *_: None, clock, NoPrograms(), ledger), store, ledger
+    rules = HouseRules("zurich", None, lambda *_: None)
+    leases = SiteLeases("zurich", inventory, None, store, lambda *_: None, clock, NoPrograms(), ledger, None, rules)
+    return leases, store, ledger
 
 
 async def grow(path, entries):
