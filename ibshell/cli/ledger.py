@@ -14,15 +14,16 @@ import typer
 
 from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError, IntegrityError, NotFound, Refused, StorageFailed, UsageError
+from fedpool.identity.keys import parse_public
 from fedpool.identity.trust import Trust
 from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.recorded import Replay
 from fedpool.leasing.usage import LeaseUse, Outflow, Usage
-from fedpool.ledger import canonical, merkle, notes
+from fedpool.ledger import merkle, notes
 from fedpool.ledger.records import decode
 from fedpool.ledger.verification import Finding, Verification, read_checkpoint
 from fedpool.units import format_size, parse_duration
-from fedpool.wire.messages import Listing, Nothing
+from fedpool.wire.messages import Listing, Nothing, RosterShown, RosterWanted
 from ibshell import diagnostics, proofs, render, report
 from ibshell.checking import SignatureChecks
 from ibshell.cli import options
@@ -227,7 +228,9 @@ def _verified(
     seen = None if full else ledger.seen
     replay = Replay(seen.replayed if seen else None)
     with SignatureChecks(lambda: check.size - 1) as signatures:
-        coverage = Coverage(trust, seen.covered if seen else None, signatures)
+        coverage = Coverage(
+            trust.of_the_past() if trust is not None else None, seen.covered if seen else None, signatures
+        )
         check = Verification(
             ledger.site,
             ledger.key,
@@ -249,6 +252,8 @@ def _verified(
             ledger.require_consistent(size, root, check.size, check.root)
         except IntegrityError:
             check.find(f"the first {size} records are not {said}: there are two histories")
+    if trust is not None and trust.sites.get(ledger.site, ledger.key.public) != ledger.key.public:
+        check.find("it is signed by another key than the pool's roster names")
     if not check.faults:
         ledger.remember(check.state(), replay.state(), coverage.state())
     row = {
@@ -300,13 +305,14 @@ def _files(path: Path, key: str) -> Iterator[Result]:
                 yield _unverified(str(directory), error)
 
 
-def _proof(path: Path, key: str) -> Iterator[Result]:
+def _proof(path: Path, key: str, authority: str) -> Iterator[Result]:
     """What `prove` wrote."""
     found = proofs.read(path)
+    trust = proofs.trust_of(found, parse_public(authority, "--authority")) if authority else None
     if not found.ledgers:
         yield _unverified(str(path), IntegrityError(f"{path} proves nothing"))
     for part in found.ledgers:
-        size, witnesses, findings = proofs.check(part, found.lease)
+        size, witnesses, findings = proofs.check(part, found, trust)
         if key and part.key != key:
             findings.append(Finding(part.site, None, f"it is signed by {part.key}, not by --key"))
         row = {
@@ -314,7 +320,7 @@ def _proof(path: Path, key: str) -> Iterator[Result]:
             "result": "faults" if findings else "whole",
             "records": len(part.records),
             "of": size,
-            "lease": found.lease,
+            "about": found.about,
             "witnesses": len(witnesses),
             "faults": len(findings),
             "key": part.key,
@@ -331,7 +337,7 @@ def _asked(connection: Connection, wanted: Sequence[str], full: bool) -> Iterato
     trust = None
     if connection.signer is not None:
         connection.signer.refresh(connection)
-        trust = connection.signer.trust().of_the_past()
+        trust = connection.signer.trust()
     for name in names:
         try:
             seen[name] = seen_by(connection, name)
@@ -363,6 +369,9 @@ def verify(
     site: Sites = None,
     full: Annotated[bool, typer.Option("--full", help="From the first record, not only what is new here.")] = False,
     key: Annotated[str, typer.Option("--key", help="The key that must have signed it: NAME+ID+BASE64.")] = "",
+    authority: Annotated[
+        str, typer.Option("--authority", help="Public key of the pool's authority, for what prove wrote.")
+    ] = "",
     output: options.Output = None,
 ) -> None:
     """Check every record, signature and rule of the sites' ledgers; exits with 9 when something is wrong.
@@ -377,10 +386,10 @@ def verify(
     if path is not None:
         if site:
             raise UsageError("--site with files", "name the site's directory")
-        results = list(_proof(path, key) if path.is_file() else _files(path, key))
+        results = list(_proof(path, key, authority) if path.is_file() else _files(path, key))
     else:
-        if key:
-            raise UsageError("--key without files", "keys of sites that are asked are remembered")
+        if key or authority:
+            raise UsageError("--key or --authority without files", "keys of sites that are asked are remembered")
         with options.hub() as connection:
             results = list(_asked(connection, _names(connection, site) if site else (), full))
     findings = [finding for _, found in results for finding in found]
@@ -401,36 +410,31 @@ def verify(
 
 @app.command()
 def prove(
-    lease: Annotated[str, typer.Argument(help="The lease, or how its id begins.")],
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Where to [default: LEASE.proof.json].")] = None,
+    what: Annotated[
+        str, typer.Argument(metavar="LEASE|RUN", help="A lease or a federation's run, or how its id begins.")
+    ],
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Where to [default: ID.proof.json].")] = None,
 ) -> None:
-    """Write what every site recorded about a lease to one file, with proofs; `ledger verify FILE` checks it without any hub.
+    """Write what every site recorded about a lease, or about a federation and its rounds, to one file, with proofs.
 
-    Example: ibshell ledger prove 7f3a91c2 && ibshell ledger verify 7f3a91c2.proof.json
+    `ibshell ledger verify FILE --authority KEY` checks it without any hub, going by the pool's authority alone.
+
+    Example: ibshell ledger prove 7f3a91c2 && ibshell ledger verify 7f3a91c2.proof.json --authority "ssh-ed25519 AAAA…"
     """
     with options.hub() as connection:
-        names = _names(connection, ())
-        ledgers = {name: Ledger(connection, name) for name in names}
-        found = {name: _last(ledger, _Filter("", lease, "", 0), 0) for name, ledger in ledgers.items()}
-        ids = {item["lease"] for items in found.values() for item in items}
-        if len(ids) != 1:
-            hint = f"it may be {', '.join(sorted(ids)[:5])}" if ids else "ibshell ledger log shows what is recorded"
-            raise NotFound(
-                f"{'several leases begin' if ids else 'no site has recorded a lease that begins'} {lease!r}", hint
-            )
-        (whole,) = ids
-        about = {
-            name: {item["record"]: canonical.encode(item["said"]) for item in items}
-            for name, items in found.items()
-            if items
-        }
-        _await_witnesses([ledgers[name] for name in about], {name: max(records) for name, records in about.items()})
+        ledgers = {name: Ledger(connection, name) for name in _names(connection, ())}
+        about, found = proofs.concerned(ledgers, what)
+        _await_witnesses([ledgers[name] for name in found], {name: max(records) for name, records in found.items()})
         parts = [
             proofs.part_of(ledgers[name], records, [other for other in ledgers.values() if other.site != name])
-            for name, records in about.items()
+            for name, records in found.items()
         ]
-    path = file or Path(f"{whole}.proof.json")
-    data = msgspec.json.format(msgspec.json.encode(proofs.Proof(proofs.FORMAT, whole, parts)), indent=1)
+        rosters = []
+        if connection.signer is not None:
+            rosters = connection.call("pool.roster", RosterWanted(0), RosterShown).rosters
+    proof = proofs.Proof(proofs.FORMAT, about.lease, parts, about.run, rosters)
+    path = file or Path(f"{about.run or about.lease}.proof.json")
+    data = msgspec.json.format(msgspec.json.encode(proof), indent=1)
     try:
         with path.open("xb") as target:
             target.write(data + b"\n")
@@ -438,9 +442,8 @@ def prove(
         raise Refused(f"{path} exists already", "name another file with --file") from None
     except OSError as error:
         raise StorageFailed(f"{path} cannot be written: {error.strerror}", "name another place with --file") from None
-    render.write(
-        f"{path}: {sum(len(part.records) for part in parts)} records of {len(parts)} sites about lease {whole}\n"
-    )
+    count = sum(len(part.records) for part in parts)
+    render.write(f"{path}: {count} records of {len(parts)} sites about {proof.about}\n")
 
 
 def _await_witnesses(ledgers: Sequence[Ledger], last: Mapping[str, int]) -> None:

@@ -17,6 +17,7 @@ from agent.ledger import PAGE, SiteLedger
 from agent.store import open_store
 from fedpool.client.acting import act
 from fedpool.errors import IbshellError, IntegrityError, UsageError
+from fedpool.identity.keys import parse_public, public_line
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger import merkle, notes
 from fedpool.ledger.records import Cordoned
@@ -291,7 +292,12 @@ def test_a_lease_is_proved_to_somebody_without_a_hub(pool, tmp_path):
     assert "12 records of 2 sites" in pool.cli("ledger", "prove", lease["id"][:5], "--file", str(file)).stdout
     assert "exists already" in pool.cli("ledger", "prove", lease["id"], "--file", str(file), status=5).stderr
     assert "no site has recorded" in pool.cli("ledger", "prove", "ffffffffff", status=3).stderr
+    authority = (pool.authority / "identity.pub").read_text().strip()
     pool.stop_all()
+    checked = pool.json("ledger", "verify", str(file), "--authority", authority)["items"]
+    assert [(row["result"], row["about"]) for row in checked] == 2 * [("whole", f"lease {lease['id']}")]
+    other = public_line(bytes(range(32)))
+    assert "no roster in it" in pool.cli("ledger", "verify", str(file), "--authority", other, status=1).stderr
     rows = pool.json("ledger", "verify", str(file))["items"]
     assert [(row["result"], row["records"], row["witnesses"]) for row in rows] == 2 * [("whole", 6, 3)]
     proof = json.loads(file.read_text())
@@ -305,12 +311,50 @@ def test_a_lease_is_proved_to_somebody_without_a_hub(pool, tmp_path):
     ):
         altered = copy.deepcopy(proof)
         change(altered["ledgers"][0])
-        _, _, findings = proofs.check(msgspec.convert(altered["ledgers"][0], proofs.LedgerPart), lease["id"])
+        read = msgspec.convert(altered, proofs.Proof)
+        _, _, findings = proofs.check(read.ledgers[0], read, None)
         assert findings and says in findings[0].problem
+    # With the authority it is known whose keys they are, who has to have witnessed it, and who had asked.
+    trust = proofs.trust_of(msgspec.convert(proof, proofs.Proof), parse_public(authority, "it"))
+    for change, says in (
+        (lambda site: site["records"].pop(0), "had signed no request for it"),
+        (lambda site: site.update(witnesses=[]), "0 sites have witnessed it; 2 are needed"),
+        (lambda site: site.update(key=proof["ledgers"][1]["key"]), "a checkpoint of"),
+    ):
+        altered = copy.deepcopy(proof)
+        change(altered["ledgers"][0])
+        read = msgspec.convert(altered, proofs.Proof)
+        _, _, findings = proofs.check(read.ledgers[0], read, trust)
+        assert any(says in finding.problem for finding in findings), findings
     (tmp_path / "altered.json").write_text(json.dumps({**proof, "lease": "ffffffff"}))
     assert "not about lease ffffffff" in pool.cli("ledger", "verify", str(tmp_path / "altered.json"), status=9).stdout
     (tmp_path / "altered.json").write_text("{}")
     assert "is no proof" in pool.cli("ledger", "verify", str(tmp_path / "altered.json"), status=1).stderr
+
+
+def test_a_federation_is_proved_and_reported(pool, tmp_path):
+    """What left the sites, in what form, how much of it, under which request."""
+    pool.cli("fed", "run", str(pool.plan(rounds=2)), "--out", "result")
+    run = pool.rows("fed")[-1]["id"]
+    file = tmp_path / "run.json"
+    assert f"about run {run}" in pool.cli("ledger", "prove", run, "--file", str(file)).stdout
+    authority = (pool.authority / "identity.pub").read_text().strip()
+    rows = pool.json("ledger", "verify", str(file), "--authority", authority)["items"]
+    assert [row["result"] for row in rows] == 4 * ["whole"]
+    kinds = [item["kind"] for item in pool.json("ledger", "log", "--site", "site-01", "-n", "0")["items"]]
+    for kind, count in (
+        ("program.started", 1),
+        ("round.sent", 2),
+        ("round.released", 2),
+        ("program.ended", 1),
+        ("login", 1),
+    ):
+        assert kinds.count(kind) >= count, kind
+    told = json.loads(pool.cli("ledger", "report", "--tenant", "oncology", "-o", "json").stdout)
+    assert {row["site"] for row in told["federations"]} == set(pool.site_names())
+    for row in told["federations"]:
+        assert row["rounds"] == 2 and row["cohort_min"] == 4 and row["bytes"] == 2 * 4 * (4 + 1 + 1)
+        assert row["form"] == "doubly masked, 32-bit ring" and row["tenant"] == "oncology"
 
 
 def test_a_site_that_changes_its_past_is_found_out(make_pool):
