@@ -15,7 +15,7 @@ from fedpool.leasing import lease as life
 from fedpool.leasing import policy as policies
 from fedpool.leasing.demand import nearest
 from fedpool.records import Device, Gpu, Grant, Node, SiteLease
-from fedpool.wire.messages import Listing, SiteError, TenantView
+from fedpool.wire.messages import Listing, SiteDescription, SiteError, TenantView
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
@@ -145,11 +145,20 @@ def sites(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:
                 "epoch": d.epoch if d else None,
                 "cipher": link.negotiated.get("cipher", ""),
                 "policy": policies.digest(d.policy)[:16] if d and d.policy else "",
+                "certificate_expires_in_s": _left(d, gangs),
                 "key_exchange": link.negotiated.get("key_exchange", ""),
                 "error": "" if link.is_up else link.error.message,
             }
         )
     return Listing(items, _missing(links), _as_of(gangs, links))
+
+
+def _left(described: SiteDescription | None, gangs: Gangs) -> float | None:
+    """How long a site's certificate holds; None where it has none."""
+    if described is None or not described.certificate_until:
+        return None
+    left: float = max(0.0, described.certificate_until - gangs.clock.unix())
+    return round(left, 1)
 
 
 def nodes(gangs: Gangs, links: Mapping[str, SiteLink]) -> Listing:

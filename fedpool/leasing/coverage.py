@@ -12,14 +12,16 @@ from typing import Any
 
 import msgspec
 
-from fedpool.errors import IbshellError, NotAuthorised
+from fedpool.errors import IbshellError, NotAuthorised, UsageError
 from fedpool.identity import requests, sshsig
 from fedpool.identity.keys import fingerprint
 from fedpool.identity.principals import OPERATOR, tenant_principal
 from fedpool.identity.trust import Trust
 from fedpool.leasing import lease as life
 from fedpool.leasing.gate import BODIES, GRANTING
-from fedpool.ledger.records import Cordoned, LeaseSaid, Record, Requested, SiteStarted, Uncordoned
+from fedpool.leasing.grants import GUARD_FRACTION, GUARD_S
+from fedpool.leasing.policy import Policy, digest, parse
+from fedpool.ledger.records import Cordoned, LeaseSaid, PolicyObeyed, Record, Requested, SiteStarted, Uncordoned
 from fedpool.records import Signed
 from fedpool.wire.messages import LeaseWanted
 
@@ -46,11 +48,13 @@ class CoverageState(msgspec.Struct):
     Attributes:
         on: whether the ledger has said whose signatures it goes by.
         cordon: who signed the latest request about a cordon.
+        policy: text of the site's, "" where everything is allowed.
     """
 
     on: bool = False
     leases: dict[str, Covered] = {}
     cordon: str = ""
+    policy: str = ""
 
 
 class Coverage:
@@ -74,6 +78,7 @@ class Coverage:
         self._trust = trust
         self._check = check
         self._state = state or CoverageState()
+        self._policy = _policy(self._state.policy)
         self.requests = 0
 
     def state(self) -> CoverageState:
@@ -87,8 +92,12 @@ class Coverage:
                 return self._started(record)
             case Requested():
                 return self._requested(record)
-            case LeaseSaid() if self._state.on:
-                return self._lease(record)
+            case PolicyObeyed():
+                self._state.policy, self._policy = record.text, _policy(record.text)
+                return [] if digest(record.text) == record.digest else ["a policy whose digest is another's"]
+            case LeaseSaid():
+                forbidden = self._forbidden(record)
+                return [*forbidden, *(self._lease(record) if self._state.on else self._noted(record))]
             case Cordoned() | Uncordoned() if self._state.on:
                 signer, self._state.cordon = self._state.cordon, ""
                 return [] if signer == OPERATOR else [f"a change of cordons that {signer or 'nobody'} had signed"]
@@ -143,14 +152,41 @@ class Coverage:
         )
         return []
 
+    def _forbidden(self, said: LeaseSaid) -> list[str]:
+        """What the site's policy had against it; of what kind devices are no record says."""
+        if self._policy is None or said.event not in ("hold", "commit", "renew"):
+            return []
+        own = self._state.leases.get(said.lease, Covered())
+        others = sum(
+            one.devices
+            for lease, one in self._state.leases.items()
+            if one.tenant == said.tenant and lease != said.lease
+        )
+        devices = _devices(said) if said.event == "hold" else own.devices
+        # What a lease is given is a little longer than what was asked for; a hold says how long it waits for its commit.
+        duration_s = (
+            max(0.0, (said.for_ms or 0) / 1000 - GUARD_S) / (1 + GUARD_FRACTION) - 1 if said.event != "hold" else 0.0
+        )
+        problems = self._policy.lease_problems(said.tenant, others + devices, (), duration_s, said.time / 1000)
+        return [f"{said.event} of lease {said.lease} against the site's policy: {problem}" for problem in problems]
+
+    def _noted(self, said: LeaseSaid) -> list[str]:
+        """A site that obeys its hub: nothing is compared, but who has what is known."""
+        covered = self._state.leases.setdefault(said.lease, Covered())
+        covered.tenant = said.tenant
+        covered.devices = _devices(said) if said.grants is not None else covered.devices
+        if said.state in life.FINAL:
+            self._state.leases.pop(said.lease, None)
+        return []
+
     def _lease(self, said: LeaseSaid) -> list[str]:
         if said.event == "carried":
-            self._state.leases[said.lease] = Covered(tenant=said.tenant)
+            self._state.leases[said.lease] = Covered(tenant=said.tenant, devices=_devices(said))
             return []
         covered = self._state.leases.setdefault(said.lease, Covered())
         holder = tenant_principal(covered.tenant or said.tenant)
         found = []
-        devices = sum(len(group.devices) for group in said.grants or ())
+        devices = _devices(said)
         match said.event:
             case "hold":
                 covered.tenant = said.tenant
@@ -190,3 +226,15 @@ class Coverage:
                 return []
         what = f"{said.event} of lease {said.lease}{f' with {devices} devices' if devices else ''}"
         return [f"{what}: {principal} had signed no request for it"]
+
+
+def _devices(said: LeaseSaid) -> int:
+    return sum(len(group.devices) for group in said.grants or ())
+
+
+def _policy(text: str) -> Policy | None:
+    """A policy as recorded; None where everything is allowed, or where it is of a newer release."""
+    try:
+        return parse(text, "the recorded policy") if text else None
+    except UsageError:
+        return None

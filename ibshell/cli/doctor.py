@@ -16,6 +16,7 @@ import typer
 
 from fedpool.errors import IbshellError
 from fedpool.transport.local import SOCKET_PATH_MAX
+from fedpool.units import format_duration
 from fedpool.wire.messages import Listing, Nothing
 from ibshell import render, settings
 from ibshell.cli import options
@@ -23,6 +24,7 @@ from ibshell.render import Column
 
 app = typer.Typer()
 FAULTS = 9
+SOON_S = 2 * 3600.0
 POST_QUANTUM = ("mlkem", "sntrup")
 COLUMNS = [Column("CHECK", "check"), Column("RESULT", "result"), Column("FOUND", "found"), Column("REMEDY", "remedy")]
 
@@ -114,6 +116,13 @@ def _pool() -> Iterator[dict[str, Any]]:
                 "fault",
                 f"{site['state']}: {site['error']}",
                 "start its agent; its log says more",
+            )
+        elif site["certificate_expires_in_s"] is not None and site["certificate_expires_in_s"] < SOON_S:
+            yield _row(
+                f"site {site['name']}",
+                "warning",
+                f"its certificate holds for {format_duration(site['certificate_expires_in_s'])}",
+                "the operator renews it: ibshell pool renew --watch",
             )
         elif site["key_exchange"] and not site["key_exchange"].startswith(POST_QUANTUM):
             yield _row(

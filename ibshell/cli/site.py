@@ -30,6 +30,7 @@ COLUMNS = [
     Column("BACKEND", "backend", wide=True),
     Column("CIPHER", "cipher", wide=True),
     Column("KEY EXCHANGE", "key_exchange", wide=True),
+    Column("CERTIFICATE", "certificate_expires_in_s", wide=True),
     Column("IDENTITY", "identity", wide=True),
 ]
 
