@@ -151,4 +151,4 @@ class PoolSigner:
         payload = requests.compose(
             self._pool, method, body, principal, sites, time.time_ns() // 1_000_000, secrets.token_hex(16)
         )
-        return requests.sign(self._identity.signing, certificate, payload)
+        return Signed(payload, self._identity.sshsig(certificate.blob, requests.NAMESPACE, payload))

@@ -26,7 +26,7 @@ from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
 from fedpool.wire.messages import JoinState, JoinWanted
 
-ASK_S = 1.0
+ASK_S = (0.2, 0.3, 0.5, 1.0, 2.0)  # after each question; the last for ever
 
 
 async def ask(token: Token, identity: Identity, wanted: JoinWanted) -> JoinState:
@@ -61,8 +61,11 @@ async def until_decided(token: Token, identity: Identity, wanted: JoinWanted, sa
     Raises:
         NotAuthorised: it was refused, or the invitation is over.
     """
-    said = ""
+    said, asked = "", 0
     while True:
+        if asked:
+            await asyncio.sleep(ASK_S[min(asked, len(ASK_S)) - 1])
+        asked += 1
         try:
             state = await ask(token, identity, wanted)
         except Unreachable as error:
@@ -71,14 +74,12 @@ async def until_decided(token: Token, identity: Identity, wanted: JoinWanted, sa
             if error.message != said:
                 said = error.message
                 say(f"{error.message}; trying again")
-            await asyncio.sleep(ASK_S)
             continue
         if state.state == "approved":
             return state
         wanted = msgspec.structs.replace(wanted, renew=False)  # it has been asked
         if state.state == "refused":
             raise NotAuthorised(f"the operator has not let {wanted.name} in: {state.reason}")
-        await asyncio.sleep(ASK_S)
 
 
 def accept(token: Token, identity: Identity, state: JoinState) -> Trust:
@@ -110,7 +111,7 @@ def accept(token: Token, identity: Identity, state: JoinState) -> Trust:
 
 
 def join_person(
-    line: str, directory_of: Callable[[str], Path], name: str, say: Callable[[str], None]
+    line: str, directory_of: Callable[[str], Path], name: str, key: Path | None, say: Callable[[str], None]
 ) -> tuple[str, str]:
     """Join a pool as a person.
 
@@ -118,6 +119,7 @@ def join_person(
         line: the token.
         directory_of: {name of a pool -> where it is kept}.
         name: what to call the pool, "" for its own name.
+        key: public half of a key that ssh-agent has; None makes one in a file.
         say: tells people how it goes.
 
     Returns:
@@ -133,7 +135,12 @@ def join_person(
     if (directory / "pool.toml").exists():
         raise Refused(f"there is a pool {called!r} already", "give it another name: --name")
     path = directory / "identity"
-    identity = Identity.load(path) if path.exists() else Identity.create(path)
+    if key is not None:
+        public = parse_public(key.read_text(), str(key))
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.with_suffix(".pub").write_text(public_line(public) + "\n")
+    exists = path.exists() or path.with_suffix(".pub").exists()
+    identity = Identity.load(path) if exists else Identity.create(path)
     say(f"your key: {fingerprint(identity.public)}")
     say(f"the pool's authority: {fingerprint(token.authority)}; compare it with what the operator tells you")
     say("waiting for the operator: ibshell pool approve")

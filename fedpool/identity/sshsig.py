@@ -62,6 +62,13 @@ def sign(key: Ed25519PrivateKey, shown: bytes, namespace: str, message: bytes) -
     return _MAGIC + _VERSION + b"".join(map(ssh_string, (shown, namespace.encode(), b"", _HASH.encode(), value)))
 
 
+def assemble(signature: Signature, shown: bytes) -> bytes:
+    """A signature with another way to show the same key: its certificate. What is signed does not name the key."""
+    value = ssh_string(KEY_TYPE) + ssh_string(signature.value)
+    fields = (shown, signature.namespace.encode(), b"", signature.hash.encode(), value)
+    return _MAGIC + _VERSION + b"".join(map(ssh_string, fields))
+
+
 def parse(blob: bytes) -> Signature:
     """Take a signature apart.
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedpool.errors import NotFound, UsageError
-from fedpool.identity import certificates
+from fedpool.errors import NotAuthorised, NotFound, UsageError
+from fedpool.identity import certificates, sshsig
 from fedpool.identity.certificates import Certificate
-from fedpool.identity.keys import public_line
+from fedpool.identity.keys import fingerprint, key_blob, parse_public, public_line
 from fedpool.identity.trust import Trust
 
 if TYPE_CHECKING:
     import asyncssh
+
+
+AGENT_TIMEOUT_S = 60.0  # somebody may have to touch a token
 
 
 class Identity:
@@ -80,6 +87,21 @@ class Identity:
         temporary.write_text(certificate.line + "\n")
         temporary.replace(path)
 
+    def sshsig(self, shown: bytes, namespace: str, message: bytes) -> bytes:
+        """Sign in SSHSIG.
+
+        Args:
+            shown: the key or certificate to show, as it travels in SSH.
+            namespace: what for.
+            message: of any length.
+        """
+        return sshsig.sign(self.signing, shown, namespace, message)
+
+    @asynccontextmanager
+    async def offered(self) -> AsyncIterator[list[Any]]:
+        """The key as asyncssh logs in with it, as long as that takes."""
+        yield self.keys(certificates.USER)
+
     def keys(self, kind: str) -> list[Any]:
         """The key as asyncssh is to show it: with its certificate where there is one, and bare to whoever knows it."""
         import asyncssh
@@ -112,6 +134,8 @@ class Identity:
             mode = path.stat().st_mode
             pem = path.read_bytes()
         except FileNotFoundError:
+            if path.with_suffix(".pub").exists() and "SSH_AUTH_SOCK" in os.environ:
+                return AgentIdentity(path)
             raise NotFound(f"no key at {path}", f"make one: ssh-keygen -t ed25519 -N '' -f {path}") from None
         if mode & 0o077:
             raise UsageError(f"the key at {path} may be read by others", f"chmod 600 {path}")
@@ -124,3 +148,77 @@ class Identity:
         if not isinstance(key, Ed25519PrivateKey):
             raise UsageError(f"the key at {path} is no Ed25519 key", f"ssh-keygen -t ed25519 -N '' -f {path}")
         return cls(key, path)
+
+
+class AgentIdentity(Identity):
+    """A key that only ssh-agent has: `identity.pub` and its certificate lie here, the private half there.
+
+    It logs people in and signs what they ask for; it is no host key.
+
+    Args:
+        path: where the private key would lie.
+    """
+
+    def __init__(self, path: Path) -> None:
+        public_path = path.with_suffix(".pub")
+        self.public = parse_public(public_path.read_text(), str(public_path))
+        self.path = path
+        self.trust = None
+
+    def sshsig(self, shown: bytes, namespace: str, message: bytes) -> bytes:
+        """See `Identity.sshsig`; ssh-keygen asks the agent.
+
+        Raises:
+            NotAuthorised: the agent does not have the key, or does not want to.
+        """
+        assert self.path is not None
+        with tempfile.TemporaryDirectory(prefix="ibshell-") as directory:
+            target = Path(directory) / "message"
+            target.write_bytes(message)
+            words = [
+                "ssh-keygen",
+                "-q",
+                "-Y",
+                "sign",
+                "-f",
+                str(self.path.with_suffix(".pub")),
+                "-n",
+                namespace,
+                str(target),
+            ]
+            try:
+                done = subprocess.run(words, capture_output=True, text=True, timeout=AGENT_TIMEOUT_S)
+            except FileNotFoundError:
+                raise NotFound("ssh-keygen is not on the path", "apt-get install openssh-client") from None
+            except subprocess.TimeoutExpired:
+                raise NotAuthorised("ssh-agent did not answer", "unlock it, or touch the token") from None
+            if done.returncode:
+                raise NotAuthorised(
+                    f"ssh-agent does not sign with {fingerprint(self.public)}: {done.stderr.strip()[-200:]}",
+                    "ssh-add -l shows the keys it has",
+                )
+            made = sshsig.parse(sshsig.dearmor(target.with_name("message.sig").read_text()))
+        return sshsig.assemble(made, shown)
+
+    @asynccontextmanager
+    async def offered(self) -> AsyncIterator[list[Any]]:
+        """See `Identity.offered`.
+
+        Raises:
+            NotAuthorised: the agent does not have the key.
+        """
+        import asyncssh
+
+        found = self.certificate(certificates.USER)
+        try:
+            async with asyncssh.connect_agent(os.environ["SSH_AUTH_SOCK"]) as agent:
+                pairs = [pair for pair in await agent.get_keys() if pair.public_data == key_blob(self.public)]
+                if not pairs:
+                    raise NotAuthorised(
+                        f"ssh-agent does not have {fingerprint(self.public)}", "ssh-add -l shows the keys it has"
+                    )
+                if found is not None:
+                    pairs[0].set_certificate(asyncssh.import_certificate(found.line))
+                yield pairs[:1]
+        except (OSError, ValueError) as error:
+            raise NotAuthorised(f"ssh-agent cannot be asked: {error}", "eval $(ssh-agent) starts one") from None

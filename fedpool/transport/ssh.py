@@ -436,14 +436,14 @@ async def dial(
     host, port = parse_address(address, 22)
     client = _PinnedClient(identity, {host_key: name} if host_key else {}, {role: name} if role else {})
     try:
-        async with asyncio.timeout(LOGIN_TIMEOUT_S + 5):
+        async with asyncio.timeout(LOGIN_TIMEOUT_S + 5), identity.offered() as keys:
             connection = await asyncssh.connect(
                 host,
                 port,
                 client_factory=lambda: client,
                 known_hosts=([], [], []),
                 username=username,
-                client_keys=identity.keys(USER),
+                client_keys=keys,
                 **_COMMON,
                 **_CLIENT,
             )

@@ -184,17 +184,18 @@ def invite(
 def join(
     token: Annotated[str, typer.Argument(help="What ibshell pool invite printed; - reads it from standard input.")],
     name: Annotated[str, typer.Option("--name", help="What to call the pool here.")] = "",
+    key: Annotated[Path | None, typer.Option("--key", help="Public half of a key that ssh-agent has.")] = None,
 ) -> None:
     """Join a pool: makes a key, waits for the operator, and keeps the certificate.
 
-    Example: ibshell pool join ibshell1.lqhm…
+    Examples: ibshell pool join ibshell1.lqhm… | ibshell pool join - --key ~/.ssh/id_ed25519.pub < token
     """
     import sys
 
     from fedpool.client.joining import join_person
 
     line = sys.stdin.readline() if token == "-" else token
-    called, role = join_person(line, contexts.joined_directory, name, diagnostics.say)
+    called, role = join_person(line, contexts.joined_directory, name, key, diagnostics.say)
     contexts.use(called)
     render.write(f"joined pool {called} as {role}\n")
 

@@ -354,6 +354,42 @@ def test_the_authority_may_live_in_ssh_agent(make_pool, need):
         os.kill(int(variables["SSH_AGENT_PID"]), 15)
 
 
+def test_a_member_s_key_may_live_in_ssh_agent(make_pool, need, tmp_path):
+    need("ssh-agent", "openssh-client")
+    pool = make_pool(1)
+    started = subprocess.run(["ssh-agent", "-s"], capture_output=True, text=True, check=True).stdout
+    variables = dict(
+        line.split(";")[0].split("=", 1)
+        for line in started.splitlines()
+        if line.startswith(("SSH_AUTH_SOCK", "SSH_AGENT_PID"))
+    )
+    try:
+        private = tmp_path / "key"
+        Identity.create(private)
+        subprocess.run(["ssh-add", "-q", str(private)], env={**os.environ, **variables}, check=True)
+        private.unlink()
+        ana = {**person(pool, "ana"), **variables}
+        token = pool.cli("pool", "invite", "--tenant", "oncology", "--name", "ana").stdout.strip()
+        joining = subprocess.Popen(
+            [sys.executable, "-m", "ibshell", "pool", "join", token, "--key", str(tmp_path / "key.pub")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**pool.environment, **ana},
+        )
+        pool.until(lambda: pool.json("pool", "joins")["items"])
+        pool.cli("pool", "approve", "ana")
+        _, err = joining.communicate(timeout=30)
+        assert joining.returncode == 0, err
+        lease = pool.json("lease", "request", "-t", "oncology", "-g", "1", **ana)
+        pool.cli("lease", "release", lease["id"], **ana)
+        assert not list((pool.work / "config-ana").rglob("identity")), "the private key is nowhere on the disk"
+        subprocess.run(["ssh-add", "-q", "-D"], env={**os.environ, **variables}, check=True)
+        assert "ssh-add -l" in pool.cli("gpu", "list", status=4, **ana).stderr
+    finally:
+        os.kill(int(variables["SSH_AGENT_PID"]), 15)
+
+
 def test_a_stock_sshd_believes_the_authority_and_the_revocation_list(make_pool, need, tmp_path):
     sshd = need("sshd", "openssh-server")
     from ibshell.pool import free_ports
