@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -33,13 +33,15 @@ class Covered(msgspec.Struct):
         by: {method: (as whom, most devices, tenant named)}.
         tenant: who holds it.
         next_tenant: who takes it.
-        devices: how many it has; fewer need no signature.
+        devices: how many it has beside those it gives back; fewer need no signature.
+        leaving: those it gives back.
     """
 
     by: dict[str, tuple[str, int, str]] = {}
     tenant: str = ""
     next_tenant: str = ""
     devices: int = 0
+    leaving: tuple[str, ...] = ()
 
 
 class CoverageState(msgspec.Struct):
@@ -162,7 +164,7 @@ class Coverage:
             for lease, one in self._state.leases.items()
             if one.tenant == said.tenant and lease != said.lease
         )
-        devices = _devices(said) if said.event == "hold" else own.devices
+        devices = _staying(said, ()) if said.event == "hold" else own.devices
         # What a lease is given is a little longer than what was asked for; a hold says how long it waits for its commit.
         duration_s = (
             max(0.0, (said.for_ms or 0) / 1000 - GUARD_S) / (1 + GUARD_FRACTION) - 1 if said.event != "hold" else 0.0
@@ -174,19 +176,20 @@ class Coverage:
         """A site that obeys its hub: nothing is compared, but who has what is known."""
         covered = self._state.leases.setdefault(said.lease, Covered())
         covered.tenant = said.tenant
-        covered.devices = _devices(said) if said.grants is not None else covered.devices
+        covered.devices = _staying(said, ()) if said.grants is not None else covered.devices
         if said.state in life.FINAL:
             self._state.leases.pop(said.lease, None)
         return []
 
     def _lease(self, said: LeaseSaid) -> list[str]:
         if said.event == "carried":
-            self._state.leases[said.lease] = Covered(tenant=said.tenant, devices=_devices(said))
+            self._state.leases[said.lease] = Covered(tenant=said.tenant, devices=_staying(said, ()))
             return []
         covered = self._state.leases.setdefault(said.lease, Covered())
         holder = tenant_principal(covered.tenant or said.tenant)
         found = []
-        devices = _devices(said)
+        covered.leaving = said.leaving if said.leaving is not None else covered.leaving
+        devices = _staying(said, covered.leaving)
         match said.event:
             case "hold":
                 covered.tenant = said.tenant
@@ -228,8 +231,9 @@ class Coverage:
         return [f"{what}: {principal} had signed no request for it"]
 
 
-def _devices(said: LeaseSaid) -> int:
-    return sum(len(group.devices) for group in said.grants or ())
+def _staying(said: LeaseSaid, leaving: Collection[str]) -> int:
+    """How many devices a record gives a lease, beside those it is to give back."""
+    return sum(uuid not in leaving for group in said.grants or () for uuid in group.devices)
 
 
 def _policy(text: str) -> Policy | None:

@@ -27,7 +27,7 @@ def strict(make_pool):
     (directory / "policy.toml").write_text(POLICY)
     path = directory / "site.toml"
     path.write_text('policy_file = "policy.toml"\n' + path.read_text())
-    pool.start_all()
+    pool.start_all(sites_a_process=4)
     return pool
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_parser_raises_anything_but_an_error_of_ours(name, data):
     seeds = SEEDS.get(name, [b""])
