@@ -1,5 +1,6 @@
 """Pools that sites and people join with a token; revoked keys, certificates that end and are renewed, another authority."""
 
+import json
 import os
 import subprocess
 import sys
