@@ -39,14 +39,12 @@ from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import Stream
 from fedpool.wire.idempotency import Answers
+from fedpool.wire.membership import CertificateGiven, InviteWanted, JoinApproved, RosterGiven, RosterWanted, SiteNamed
 from fedpool.wire.messages import (
     ById,
-    CertificateGiven,
     CordonState,
     CordonWanted,
     EventsWanted,
-    InviteWanted,
-    JoinApproved,
     LeaseAwaited,
     LeaseEnding,
     LeaseNotice,
@@ -63,12 +61,9 @@ from fedpool.wire.messages import (
     ProofWanted,
     RecordsPage,
     RecordsWanted,
-    RosterGiven,
-    RosterWanted,
     RunAgain,
     RunWanted,
     SeenCheckpoints,
-    SiteNamed,
     TenantNamed,
     Upload,
     UploadState,

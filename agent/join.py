@@ -13,7 +13,7 @@ from fedpool.identity import tokens
 from fedpool.identity.keys import fingerprint, public_line
 from fedpool.transport import ssh
 from fedpool.transport.identity import Identity
-from fedpool.wire.messages import JoinWanted
+from fedpool.wire.membership import JoinWanted
 
 
 async def join_site(

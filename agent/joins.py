@@ -19,7 +19,7 @@ from fedpool.identity.keys import public_line
 from fedpool.identity.principals import require_principal
 from fedpool.names import NAME, RULE
 from fedpool.transport.ssh import parse_address
-from fedpool.wire.messages import InviteWanted, JoinApproved, JoinAsked, JoinState, JoinWanted
+from fedpool.wire.membership import InviteWanted, JoinApproved, JoinAsked, JoinState, JoinWanted
 
 STREAM = "members"
 INVITES_MAX = 10_000
@@ -124,6 +124,11 @@ class Joins:
         now = self._clock.unix()
         self._invites = {key: one for key, one in self._invites.items() if one.until > now}
         self._decided = {key: one for key, one in self._decided.items() if one.until > now}
+        self._asking = {
+            key: asking
+            for key, asking in self._asking.items()
+            if key in self._invites or any(one.role == "renewal" for one in asking.values())
+        }
         if wanted.id in self._invites or len(self._invites) >= INVITES_MAX:
             raise Refused(f"invitation {wanted.id} is there already", "make another")
         await self._record(Invited(wanted.id, wanted.role, wanted.name, now + wanted.for_s))

@@ -21,7 +21,7 @@ from fedpool.identity.roster import Roster, read
 from fedpool.identity.trust import Trust
 from fedpool.names import NAME
 from fedpool.records import Signed
-from fedpool.wire.messages import (
+from fedpool.wire.membership import (
     CertificateGiven,
     InviteWanted,
     JoinApproved,
@@ -30,12 +30,13 @@ from fedpool.wire.messages import (
     JoinState,
     JoinWanted,
     MembersAsked,
-    Nothing,
     RosterGiven,
     RosterShown,
     RosterWanted,
+    SiteCertificate,
     SiteNamed,
 )
+from fedpool.wire.messages import Nothing
 from fedpool.wire.session import Request, from_body
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class Membership:
         """The sites, and until when their certificates hold."""
         return MembersAsked(
             {
-                link.name: link.description.certificate_until
+                link.name: SiteCertificate(link.description.certificate_until, link.description.certificate_authority)
                 for link in self._links.values()
                 if link.is_up and link.description is not None
             }
@@ -141,10 +142,17 @@ class Membership:
         asked = self._joins.require(approved)
         for line in approved.certificates:
             found = certificates.parse(line, "the certificate")
+            if not found.principals:
+                raise UsageError("a certificate for nobody")
             if found.public_line != approved.key:
                 raise UsageError("the certificate is for another key than asked")
             self._trust.require(found, found.kind, found.principals[0], self._clock.unix())
         entry = self._entry(asked) if approved.certificates else None
+        known = self._links.get(entry.name) if entry is not None else None
+        if known is not None and known.entry.key != approved.key:
+            raise Refused(
+                f"there is a site {known.name} already, with another key", f"ibshell site remove {known.name} first"
+            )
         if approved.roster is not None:
             await self._rosters.take(approved.roster)
         if entry is not None and entry.name not in self._trust.sites:

@@ -21,6 +21,7 @@ from fedpool.errors import (
     StaleToken,
     StorageFailed,
     TimedOut,
+    Unreachable,
 )
 from fedpool.leasing.gang import (
     Ask,
@@ -307,7 +308,9 @@ class PoolDriver:
             IbshellError: why not. Where the answer was not heard, or the lease is not there what it is here, the site is asked to
                 describe itself again.
         """
-        link = self._links[site]
+        link = self._links.get(site)
+        if link is None:
+            raise Unreachable(f"{site} belongs to the pool no longer")
         try:
             asked = self.machine.requests.shown(what)
             return await link.call(f"lease.{type(what).__struct_config__.tag}", asked, SiteLease, timeout_s)

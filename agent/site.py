@@ -60,8 +60,8 @@ from fedpool.transport.bulk import BulkChannel
 from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream, Stream
+from fedpool.wire.membership import CertificateGiven, RosterGiven
 from fedpool.wire.messages import (
-    CertificateGiven,
     CordonState,
     DescriptionWanted,
     LeaseNotice,
@@ -69,7 +69,6 @@ from fedpool.wire.messages import (
     Nothing,
     ProofWanted,
     RecordsWanted,
-    RosterGiven,
     SiteDescription,
     TaskEnded,
     TaskWanted,
@@ -413,6 +412,7 @@ class SiteAgent:
             cordons=dict(machine.cordons),
             known=known,
             certificate_until=certificate.valid_before if certificate is not None else 0,
+            certificate_authority=fingerprint(certificate.authority) if certificate is not None else "",
             policy=self._rules.text,
             roster=self.identity.trust.number if self.identity.trust is not None else 0,
         )

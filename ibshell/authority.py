@@ -64,7 +64,7 @@ class Authority:
             words = ["-q", "-U", "-s", str(self._public_path), "-I", key_id, "-n", ",".join(principals)]
             words += ["-z", str(serial), "-V", f"0x{valid[0]:x}:0x{valid[1]:x}"]
             words += ["-h"] if kind == certificates.HOST else []
-            _keygen([*words, str(path)])
+            keygen([*words, str(path)])
             return certificates.parse(path.with_name("key-cert.pub").read_text(), "what ssh-keygen issued")
 
     def sign(self, wanted: Roster) -> Signed:
@@ -76,11 +76,16 @@ class Authority:
         with tempfile.TemporaryDirectory(prefix="ibshell-") as directory:
             path = Path(directory) / "roster"
             path.write_bytes(payload)
-            _keygen(["-q", "-Y", "sign", "-f", str(self._public_path), "-n", roster.NAMESPACE, str(path)])
+            keygen(["-q", "-Y", "sign", "-f", str(self._public_path), "-n", roster.NAMESPACE, str(path)])
             return Signed(payload, sshsig.dearmor(path.with_name("roster.sig").read_text()))
 
 
-def _keygen(words: Sequence[str]) -> None:
+def keygen(words: Sequence[str]) -> None:
+    """Let ssh-keygen do something with the authority's key.
+
+    Raises:
+        Failed: it does not, and why.
+    """
     try:
         done = subprocess.run(["ssh-keygen", *words], capture_output=True, text=True, timeout=KEYGEN_TIMEOUT_S)
     except FileNotFoundError:

@@ -9,39 +9,48 @@ import hmac
 import os
 import secrets
 import shutil
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from fedpool.client.acting import act
 from fedpool.client.connection import Connection
-from fedpool.errors import NotAuthorised, NotFound, Refused, UsageError
+from fedpool.errors import Failed, NotAuthorised, NotFound, Refused, UsageError
 from fedpool.identity import certificates, roster
 from fedpool.identity.certificates import Certificate
 from fedpool.identity.keys import fingerprint, parse_public, public_line
-from fedpool.identity.principals import OPERATOR, site_principal
+from fedpool.identity.principals import HUB, OPERATOR, site_principal
 from fedpool.identity.roster import Roster
 from fedpool.identity.tokens import SECRET_BYTES, Token
+from fedpool.identity.trust import Trust
 from fedpool.records import Signed
 from fedpool.transport.identity import Identity
-from fedpool.wire.messages import (
+from fedpool.wire.membership import (
     CertificateGiven,
     InviteWanted,
     JoinApproved,
     JoinAsked,
     JoinsAsked,
     MembersAsked,
-    Nothing,
     RosterGiven,
+    RosterShown,
+    RosterWanted,
     SiteNamed,
 )
-from ibshell.authority import Authority
+from fedpool.wire.messages import Nothing
+from ibshell.authority import Authority, keygen
 
 SITE_S = 24 * 3600.0  # how long certificates hold; they are renewed at half of it
 PERSON_S = 12 * 3600.0
 INVITE_S = 24 * 3600.0
+HUB_S = 365 * 86400.0
+HUB_LEFT_S = 30 * 86400.0
+
+T = TypeVar("T")
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -112,17 +121,37 @@ class Operator:
         except FileNotFoundError:
             return Roster(roster.FORMAT, self.pool, 0, 0, (public_line(self.authority.public),))
 
-    def amend(self, by: Authority | None = None, **changes: object) -> Signed:
-        """Sign a changed roster and keep it; it counts once the hub has it.
+    def begin(self, sites: Mapping[str, str]) -> None:
+        """Sign the first roster.
 
         Args:
-            by: who signs, where it is not the authority of now.
+            sites: {name: public key line} of those that belong to the pool from the beginning.
         """
-        known = self.roster()
-        new = msgspec.structs.replace(known, number=known.number + 1, time_ms=time.time_ns() // 1_000_000, **changes)
-        signed = (by or self.authority).sign(new)
+        self._keep_roster(self._signed(self.roster(), sites=dict(sites)))
+
+    def _signed(self, known: Roster, **changes: object) -> Signed:
+        """A changed roster; it counts once the hub has it."""
+        number, now_ms = known.number + 1, time.time_ns() // 1_000_000
+        return self.authority.sign(msgspec.structs.replace(known, number=number, time_ms=now_ms, **changes))
+
+    def _keep_roster(self, signed: Signed) -> None:
         self._keep("roster.json", msgspec.json.encode(signed))
-        return signed
+
+    def _latest(self, hub: Connection) -> Roster:
+        """The pool's roster: the hub's, where that is newer than the one kept here (an answer was lost) and was signed here."""
+        known = self.roster()
+        trust = Trust(self.pool, known.authority_keys())
+        trust.number = known.number
+        for signed in hub.call("pool.roster", RosterWanted(known.number), RosterShown).rosters:
+            known = trust.adopt(signed)
+            self._keep_roster(signed)
+        return known
+
+    def _publish(self, hub: Connection, known: Roster, **changes: object) -> None:
+        """Change the roster, here and everywhere."""
+        signed = self._signed(known, **changes)
+        act(hub, "pool.adopt", RosterGiven(signed), Nothing)
+        self._keep_roster(signed)
 
     def certify_self(self, client: Path) -> None:
         """See that the operator's own key has a certificate that holds for another hour."""
@@ -209,9 +238,13 @@ class Operator:
         invitation = self._invitation(asked.id)
         name = asked.name if site or invitation is None else invitation.name
         found = self.authority.issue(kind, public, (asked.role,), name, for_s or (SITE_S if site else PERSON_S))
-        signed = self.amend(sites={**self.roster().sites, asked.name: asked.key}) if site else None
-        approved = JoinApproved(asked.id, asked.key, [found.line], signed)
-        act(hub, "pool.approve", approved, Nothing)
+        signed = None
+        if site:
+            known = self._latest(hub)
+            signed = self._signed(known, sites={**known.sites, asked.name: asked.key})
+        act(hub, "pool.approve", JoinApproved(asked.id, asked.key, [found.line], signed), Nothing)
+        if signed is not None:
+            self._keep_roster(signed)
         self._remember(asked.key, asked.role, name, found)
         (self.directory / "invites" / asked.id).unlink(missing_ok=True)
         return found
@@ -226,13 +259,12 @@ class Operator:
         Raises:
             NotFound: it is none of the roster's.
         """
-        known = self.roster()
+        known = self._latest(hub)
         if name not in known.sites:
             raise NotFound(f"no site {name!r} in the roster", "ibshell site list shows the sites")
         key = fingerprint(parse_public(known.sites[name], name))
         sites = {other: line for other, line in known.sites.items() if other != name}
-        signed = self.amend(sites=sites, denied_keys=_with(known.denied_keys, key))
-        act(hub, "pool.adopt", RosterGiven(signed), Nothing)
+        self._publish(hub, known, sites=sites, denied_keys=_with(known.denied_keys, key))
         act(hub, "site.remove", SiteNamed(name), Nothing)
 
     # --- believing no longer
@@ -249,31 +281,32 @@ class Operator:
         Raises:
             NotFound: no member is called so.
         """
-        known = self.roster()
-        if who.startswith("SHA256:"):
-            signed = self.amend(denied_keys=_with(known.denied_keys, who))
-        elif who.isdigit():
-            signed = self.amend(denied_serials=_with(known.denied_serials, int(who)))
-        else:
-            keys = [key for key, member in self.members().items() if member.name == who]
-            if not keys:
-                raise NotFound(f"no member is called {who!r}", "ibshell pool members shows them")
-            who = ", ".join(fingerprint(parse_public(key, who)) for key in keys)
-            denied = known.denied_keys
-            for key in who.split(", "):
-                denied = _with(denied, key)
-            signed = self.amend(denied_keys=denied)
-        act(hub, "pool.adopt", RosterGiven(signed), Nothing)
-        return who
+        known = self._latest(hub)
+        if who.isdigit():
+            self._publish(hub, known, denied_serials=_with(known.denied_serials, int(who)))
+            return who
+        keys = [who] if who.startswith("SHA256:") else []
+        for line, member in self.members().items():
+            if member.name == who:
+                keys.append(fingerprint(parse_public(line, who)))
+        if not keys:
+            raise NotFound(f"no member is called {who!r}", "ibshell pool members shows them")
+        self._publish(hub, known, denied_keys=_with(known.denied_keys, *keys))
+        return ", ".join(keys)
 
     # --- renewing
 
     def renew(self, hub: Connection) -> list[str]:
-        """Issue new certificates to sites whose own are half over, and to members who ask; returns to whom."""
-        now, renewed, known = time.time(), [], self.roster()
-        for site, until in hub.call("pool.members", Nothing(), MembersAsked).sites.items():
+        """Issue new certificates to sites whose own are half over or another authority's, and to members who ask.
+
+        Returns:
+            To whom.
+        """
+        now, renewed, known = time.time(), [], self._latest(hub)
+        own = fingerprint(self.authority.public)
+        for site, has in hub.call("pool.members", Nothing(), MembersAsked).sites.items():
             line = known.sites.get(site)
-            if line is None or until - now > SITE_S / 2:
+            if line is None or (has.until - now > SITE_S / 2 and has.authority == own):
                 continue
             public = parse_public(line, site)
             if fingerprint(public) in known.denied_keys:
@@ -296,6 +329,14 @@ class Operator:
             renewed.append(member.name)
         return renewed
 
+    def certify_hub(self, directory: Path) -> None:
+        """See that a hub on this machine has certificates of the authority of now that hold for another month."""
+        identity = Identity.load(directory / "identity")
+        for kind in (certificates.USER, certificates.HOST):
+            has = identity.certificate(kind)
+            if has is None or has.authority != self.authority.public or has.valid_before < time.time() + HUB_LEFT_S:
+                identity.install(self.authority.issue(kind, identity.public, (HUB,), "hub", HUB_S))
+
     # --- another authority
 
     def rotate(self, hub: Connection, key: Path | None) -> str:
@@ -310,7 +351,7 @@ class Operator:
         Raises:
             Refused: a change is under way.
         """
-        known = self.roster()
+        known = self._latest(hub)
         if len(known.authorities) > 1:
             raise Refused("the authority is being changed already", "ibshell pool rotate --finish ends that")
         new = self.directory / "next"
@@ -321,8 +362,7 @@ class Operator:
             public = parse_public(key.read_text(), str(key))
             new.mkdir(mode=0o700)
             (new / "identity.pub").write_text(public_line(public) + "\n")
-        signed = self.amend(authorities=(*known.authorities, public_line(public)))
-        act(hub, "pool.adopt", RosterGiven(signed), Nothing)
+        self._publish(hub, known, authorities=(*known.authorities, public_line(public)))
         old = self.directory / "before"
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir(mode=0o700)
@@ -335,42 +375,49 @@ class Operator:
         self.authority = Authority(self.directory)
         return fingerprint(public)
 
-    def finish_rotation(self, hub: Connection) -> str:
+    def finish_rotation(self, hub: Connection, regardless: bool) -> str:
         """Believe the old authority no longer; returns its fingerprint.
 
+        Args:
+            regardless: whether sites that have no certificate of the new one yet are left outside.
+
         Raises:
-            Refused: no change is under way, or a site would be left without a certificate that is believed.
+            Refused: no change is under way, or there are such sites.
         """
-        known, own = self.roster(), public_line(self.authority.public)
+        known, own = self._latest(hub), public_line(self.authority.public)
         others = [line for line in known.authorities if line != own]
         if not others:
             raise Refused("the authority is not being changed", "ibshell pool rotate begins that")
-        signed = self.amend(authorities=(own,), former=(*known.former, *others))
-        act(hub, "pool.adopt", RosterGiven(signed), Nothing)
+        have = hub.call("pool.members", Nothing(), MembersAsked).sites
+        new = fingerprint(self.authority.public)
+        left = [site for site in known.sites if site not in have or have[site].authority != new]
+        if left and not regardless:
+            raise Refused(
+                f"without a certificate of the new authority: {', '.join(left[:10])}",
+                "ibshell pool renew gives one to those that are up; --yes leaves them outside",
+            )
+        self._publish(hub, known, authorities=(own,), former=(*known.former, *others))
         shutil.rmtree(self.directory / "before", ignore_errors=True)
         return ", ".join(fingerprint(parse_public(line, "authorities")) for line in others)
 
     def krl(self, path: Path) -> None:
-        """Write what is denied as a key revocation list for a stock sshd (`RevokedKeys`)."""
-        import subprocess
-        import tempfile
+        """Write what is denied as a key revocation list for a stock sshd (`RevokedKeys`).
 
+        Raises:
+            UsageError: the file cannot be written.
+        """
         known = self.roster()
-        if not known.denied_serials and not known.denied_keys:
-            lines = []
         lines = [f"serial: {serial}" for serial in known.denied_serials]
         lines += [f"hash: {key}" for key in known.denied_keys]
         with tempfile.NamedTemporaryFile("w", suffix=".krl") as spec:
             spec.write("\n".join(lines) + "\n")
             spec.flush()
-            done = subprocess.run(
-                ["ssh-keygen", "-q", "-k", "-f", str(path), "-s", str(self.directory / "identity.pub"), spec.name],
-                capture_output=True,
-                text=True,
-            )
-        if done.returncode:
-            raise UsageError(f"{path} cannot be written: {done.stderr.strip()}")
+            try:
+                keygen(["-q", "-k", "-f", str(path), "-s", str(self.directory / "identity.pub"), spec.name])
+            except Failed as error:
+                raise UsageError(f"{path} cannot be written: {error.message}", error.hint) from None
 
 
-def _with(known: Sequence, more: object) -> tuple:  # type: ignore[type-arg]
-    return (*known, *(() if more in known else (more,)))
+def _with(known: Sequence[T], *more: T) -> tuple[T, ...]:
+    """With further ones, each once."""
+    return tuple(dict.fromkeys((*known, *more)))

@@ -154,7 +154,7 @@ class LocalPool:
             ]
             (self.site_directory(site.name) / "data").mkdir()
             (self.site_directory(site.name) / "site.toml").write_text("\n".join(own) + "\n")
-        Operator(self.authority, contexts.load(self.client).pool).amend(sites=keys)
+        Operator(self.authority, contexts.load(self.client).pool).begin(keys)
         (hub / "hub.toml").write_text("\n".join(lines) + "\n")
 
     def _found(self, public: Path | None) -> tuple[Authority, list[str]]:

@@ -110,7 +110,7 @@ class PoolSigner:
 
     def refresh(self, hub: Connection) -> None:
         """Take the hub's roster, where it has a newer one that an authority has signed."""
-        from fedpool.wire.messages import RosterShown, RosterWanted
+        from fedpool.wire.membership import RosterShown, RosterWanted
 
         trust = self.trust()
         for shown in hub.call("pool.roster", RosterWanted(trust.number), RosterShown).rosters:

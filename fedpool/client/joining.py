@@ -24,7 +24,7 @@ from fedpool.identity.trust import Trust
 from fedpool.transport import ssh
 from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
-from fedpool.wire.messages import JoinState, JoinWanted
+from fedpool.wire.membership import JoinState, JoinWanted
 
 ASK_S = (0.2, 0.3, 0.5, 1.0, 2.0)  # after each question; the last for ever
 

@@ -169,129 +169,10 @@ class CordonState(msgspec.Struct, frozen=True):
     cordons: dict[str, str]
 
 
-class RosterWanted(msgspec.Struct, frozen=True):
-    """pool.roster -> RosterShown: if there is a newer one than `number`."""
-
-    number: int
-
-
-class RosterShown(msgspec.Struct, frozen=True):
-    """The latest roster, after those before it without which it would not be believed; empty where there is nothing newer."""
-
-    rosters: list[Signed]
-
-
-class RosterGiven(msgspec.Struct, frozen=True):
-    """pool.adopt, roster.adopt -> Nothing: go by this roster; an authority has signed it."""
-
-    roster: Signed
-
-
-class InviteWanted(msgspec.Struct, frozen=True):
-    """pool.invite -> Nothing: let somebody ask to join.
-
-    Attributes:
-        id: of the invitation.
-        role: what they become.
-        name: as whom a site joins, or what a person is called in lists.
-        for_s: how long it may be used.
-    """
-
-    id: str
-    role: str
-    name: str
-    for_s: float
-
-
-class JoinWanted(msgspec.Struct, frozen=True):
-    """join.ask, join.state -> JoinState: by whoever has connected with the key that is to be vouched for.
-
-    Attributes:
-        id: of the invitation.
-        name: as whom.
-        address: where a site's agent listens, or "" where it dials out.
-        proof: see `fedpool.identity.tokens.Token.proof`.
-        renew: whether it has joined before and wants a new certificate.
-    """
-
-    id: str
-    name: str = ""
-    address: str = ""
-    proof: bytes = b""
-    renew: bool = False
-
-
-class JoinState(msgspec.Struct, frozen=True):
-    """What has become of it: waiting, approved or refused; with certificates and roster once it is approved."""
-
-    state: str
-    certificates: list[str] = []
-    rosters: list[Signed] = []
-    hub_sites: str = ""
-    reason: str = ""
-
-
-class JoinAsked(msgspec.Struct, frozen=True):
-    """Somebody who wants to join, for the operator.
-
-    Attributes:
-        key: public key line that was proved.
-    """
-
-    id: str
-    role: str
-    invited: str
-    name: str
-    address: str
-    key: str
-    proof: bytes
-
-
-class JoinsAsked(msgspec.Struct, frozen=True):
-    """pool.joins -> those who wait."""
-
-    items: list[JoinAsked]
-
-
-class JoinApproved(msgspec.Struct, frozen=True):
-    """pool.approve -> Nothing: let somebody in.
-
-    Attributes:
-        certificates: lines, of the key; none where it is refused.
-        roster: that names a site which joins.
-        reason: why it is refused.
-    """
-
-    id: str
-    key: str
-    certificates: list[str] = []
-    roster: Signed | None = None
-    reason: str = ""
-
-
-class SiteNamed(msgspec.Struct, frozen=True):
-    """site.remove -> Nothing: it belongs to the pool no longer. site.policy -> PolicyText."""
-
-    name: str
-
-
 class PolicyText(msgspec.Struct, frozen=True):
     """site.policy -> a site's policy, TOML; "" where everything is allowed."""
 
     text: str
-
-
-class MembersAsked(msgspec.Struct, frozen=True):
-    """pool.members -> {site: when its certificate ends, Unix seconds; 0 where it has none}."""
-
-    sites: dict[str, int]
-
-
-class CertificateGiven(msgspec.Struct, frozen=True):
-    """pool.certificate, identity.install -> Nothing: a new certificate for a site's key."""
-
-    site: str
-    certificate: str
 
 
 class RunWanted(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -507,6 +388,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
         tasks: {lease: run} of the programs that run now.
         boottime: the site's clock, against which deadlines are to be read.
         certificate_until: when its certificate ends, Unix seconds; 0 where it has none.
+        certificate_authority: fingerprint of who issued it.
         roster: number of the roster it goes by.
         policy: text of its policy, "" where everything is allowed.
     """
@@ -523,6 +405,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
     cordons: dict[str, str] = {}
     known: dict[str, int] = {}
     certificate_until: int = 0
+    certificate_authority: str = ""
     roster: int = 0
     policy: str = ""
 

@@ -23,7 +23,8 @@ from fedpool.ledger import merkle, notes
 from fedpool.ledger.records import decode
 from fedpool.ledger.verification import Finding, Verification, read_checkpoint
 from fedpool.units import format_size, parse_duration
-from fedpool.wire.messages import Listing, Nothing, RosterShown, RosterWanted
+from fedpool.wire.membership import RosterShown, RosterWanted
+from fedpool.wire.messages import Listing, Nothing
 from ibshell import diagnostics, proofs, render, report
 from ibshell.checking import SignatureChecks
 from ibshell.cli import options

@@ -207,7 +207,8 @@ def joins(output: options.Output = None) -> None:
     Example: ibshell pool joins
     """
     from fedpool.identity.keys import fingerprint, parse_public
-    from fedpool.wire.messages import JoinsAsked, Nothing
+    from fedpool.wire.membership import JoinsAsked
+    from fedpool.wire.messages import Nothing
 
     own = operator()
     with options.hub() as connection:
@@ -311,6 +312,8 @@ def renew(
     own = operator()
     while True:
         try:
+            own.certify_self(pool.client)
+            own.certify_hub(pool.directory / "hub")
             with options.hub() as connection:
                 for name in own.renew(connection):
                     render.write(f"renewed: {name}\n")
@@ -326,6 +329,7 @@ def renew(
 @app.command()
 def rotate(
     finish: Annotated[bool, typer.Option("--finish", help="Believe the old authority no longer.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Leave sites outside that have no new certificate yet.")] = False,
     key: Annotated[
         Path | None, typer.Option("--authority", help="Public key of the new one, where ssh-agent has it.")
     ] = None,
@@ -337,7 +341,7 @@ def rotate(
     own = operator()
     with options.hub() as connection:
         if finish:
-            render.write(f"believed no longer: {own.finish_rotation(connection)}\n")
+            render.write(f"believed no longer: {own.finish_rotation(connection, yes)}\n")
         else:
             render.write(f"the new authority: {own.rotate(connection, key)}\n")
             diagnostics.say("renew everything with it: ibshell pool renew; then: ibshell pool rotate --finish")

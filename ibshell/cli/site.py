@@ -8,7 +8,8 @@ import typer
 from fedpool.client.acting import act
 from fedpool.errors import NotFound
 from fedpool.units import parse_duration
-from fedpool.wire.messages import CordonState, CordonWanted, PolicyText, SiteNamed
+from fedpool.wire.membership import SiteNamed
+from fedpool.wire.messages import CordonState, CordonWanted, PolicyText
 from ibshell import diagnostics, render
 from ibshell.cli import options
 from ibshell.render import Column

@@ -7,17 +7,8 @@ import pytest
 
 from fedpool.errors import IbshellError
 from fedpool.identity import tokens
-from fedpool.wire.messages import (
-    ById,
-    InviteWanted,
-    JoinApproved,
-    LeaseWanted,
-    Nothing,
-    RunWanted,
-    SiteNamed,
-    Upload,
-    UploadState,
-)
+from fedpool.wire.membership import InviteWanted, JoinApproved, SiteNamed
+from fedpool.wire.messages import ById, LeaseWanted, Nothing, RunWanted, Upload, UploadState
 from ibshell import contexts
 
 pytestmark = pytest.mark.integration
