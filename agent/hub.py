@@ -29,6 +29,7 @@ from fedpool.identity.keys import parse_public
 from fedpool.identity.principals import persons_role, site_principal
 from fedpool.identity.requests import Opened
 from fedpool.leasing.demand import nearest
+from fedpool.leasing.gate import BODIES, RECORDED_BYTES_MAX
 from fedpool.leasing.pool import TenantDropped, TenantSet
 from fedpool.leasing.requests import Cordon, Uncordon
 from fedpool.leasing.roles import require_role
@@ -373,6 +374,11 @@ class Hub:
         if self._trust is None:
             return from_body(request.body or {}, kind, request.method), lambda body: change(body, None)
         signed = _signed(request)
+        if request.method in BODIES and len(signed.payload) > RECORDED_BYTES_MAX:
+            raise UsageError(
+                f"a request of {len(signed.payload)} bytes; sites record requests of up to {RECORDED_BYTES_MAX}",
+                "make the plan or the lists in it shorter",
+            )
         now = self._clock.unix()
         opened: Opened[Any] = requests.open_(signed, self._trust, request.method, kind, now)
         requests.require_fresh(opened.payload, now)

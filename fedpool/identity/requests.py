@@ -18,7 +18,7 @@ from fedpool.records import Signed
 
 NAMESPACE = "request@ibshell"
 FORMAT = 1
-PAYLOAD_BYTES_MAX = 256 * 1024
+PAYLOAD_BYTES_MAX = 1 << 20
 # By so much the clocks of those who sign and those who check may differ, with the way between them.
 SKEW_S = 300.0
 

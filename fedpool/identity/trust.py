@@ -119,12 +119,23 @@ class Trust:
                 f"{who} expired at {_when(certificate.valid_before)}; here it is {_when(now)}",
                 "ibshell pool renew gets a new one",
             )
-        if certificate.serial in self.denied.serials or fingerprint(certificate.public) in self.denied.keys:
-            raise NotAuthorised(f"{who} has been revoked", "the pool's operator says why")
+        self.require_not_denied(certificate)
         if principal not in certificate.principals:
             roles = ", ".join(certificate.principals) or "nobody"
             raise NotAuthorised(
                 f"{who} is for {roles}, not for {principal}", "ask the pool's operator for an invitation as that"
+            )
+
+    def require_not_denied(self, certificate: Certificate) -> None:
+        """Believe that a certificate, or its key, has not been revoked.
+
+        Raises:
+            NotAuthorised: it has.
+        """
+        key = fingerprint(certificate.public)
+        if certificate.serial in self.denied.serials or key in self.denied.keys:
+            raise NotAuthorised(
+                f"the certificate {certificate.serial} of {key} has been revoked", "the pool's operator says why"
             )
 
     def require_blob(self, blob: bytes, kind: str, principal: str, now: float) -> Certificate:

@@ -35,6 +35,7 @@ class Covered(msgspec.Struct):
         next_tenant: who takes it.
         devices: how many it has beside those it gives back; fewer need no signature.
         leaving: those it gives back.
+        duration_s: the longest it was asked for.
     """
 
     by: dict[str, tuple[str, int, str]] = {}
@@ -42,6 +43,7 @@ class Covered(msgspec.Struct):
     next_tenant: str = ""
     devices: int = 0
     leaving: tuple[str, ...] = ()
+    duration_s: float = 0.0
 
 
 class CoverageState(msgspec.Struct):
@@ -147,7 +149,10 @@ class Coverage:
         about = getattr(body, "id", "")
         if about != record.lease:
             return [f"a request about lease {about[:80]!r} recorded for {record.lease}"]
-        self._state.leases.setdefault(record.lease, Covered()).by[payload.method] = (
+        covered = self._state.leases.setdefault(record.lease, Covered())
+        if payload.method in GRANTING:
+            covered.duration_s = body.duration_s
+        covered.by[payload.method] = (
             payload.principal,
             max(getattr(body, "gpus", 0), getattr(body, "gpus_max", 0)),
             getattr(body, "tenant", ""),
@@ -166,9 +171,7 @@ class Coverage:
         )
         devices = _staying(said, ()) if said.event == "hold" else own.devices
         # What a lease is given is a little longer than what was asked for; a hold says how long it waits for its commit.
-        duration_s = (
-            max(0.0, (said.for_ms or 0) / 1000 - GUARD_S) / (1 + GUARD_FRACTION) - 1 if said.event != "hold" else 0.0
-        )
+        duration_s = _for_s(said) - 1.0 if said.event != "hold" else 0.0
         problems = self._policy.lease_problems(said.tenant, others + devices, (), duration_s, said.time / 1000)
         return [f"{said.event} of lease {said.lease} against the site's policy: {problem}" for problem in problems]
 
@@ -194,6 +197,9 @@ class Coverage:
             case "hold":
                 covered.tenant = said.tenant
                 found = self._need(said, covered, tenant_principal(said.tenant), GRANTING, devices)
+            case "commit" if _for_s(said) > covered.duration_s + 1.0:
+                asked = f"{covered.duration_s:.0f} s were asked for"
+                found = [f"commit of lease {said.lease} for {_for_s(said):.0f} s; {asked}"]
             case "renew":
                 found = self._need(said, covered, holder, ("lease.renew", "fed.run", "fed.resume"))
                 covered.by.pop("lease.renew", None)
@@ -234,6 +240,11 @@ class Coverage:
 def _staying(said: LeaseSaid, leaving: Collection[str]) -> int:
     """How many devices a record gives a lease, beside those it is to give back."""
     return sum(uuid not in leaving for group in said.grants or () for uuid in group.devices)
+
+
+def _for_s(said: LeaseSaid) -> float:
+    """For how long a lease was asked for: what it is given is a little longer."""
+    return max(0.0, (said.for_ms or 0) / 1000 - GUARD_S) / (1 + GUARD_FRACTION)
 
 
 def _policy(text: str) -> Policy | None:

@@ -18,12 +18,13 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from fedpool.errors import NotAuthorised, Refused
-from fedpool.identity import requests
+from fedpool.identity import requests, sshsig
 from fedpool.identity.principals import OPERATOR, tenant_principal
 from fedpool.identity.requests import SKEW_S, Opened
 from fedpool.identity.trust import Trust
 from fedpool.leasing.demand import is_named, shape_of
 from fedpool.leasing.requests import (
+    Commit,
     Cordon,
     GrantEvent,
     Hold,
@@ -47,6 +48,8 @@ from fedpool.wire.messages import (
     RunWanted,
 )
 
+# A record has to hold it, with what escapes add: entries of a bundle have at most 65,535 bytes.
+RECORDED_BYTES_MAX = 24 * 1024
 # A hold may follow its request so much later than it may wait: the hub asks again and again until every site has one.
 PLACING_S = 120.0
 BODIES: dict[str, type[msgspec.Struct]] = {
@@ -109,6 +112,8 @@ class Gate:
         match event:
             case Hold():
                 return self._hold(event, lease, unix, now)
+            case Commit() if lease is not None:
+                return self._commit(event, lease), ()
             case Renew() if lease is not None:
                 return self._renew(event, lease, unix)
             case Resize() if lease is not None:
@@ -135,6 +140,8 @@ class Gate:
                 f"{self.site} is asked without a signed request for {' or '.join(methods)}",
                 "the hub is of an earlier release, or not honest",
             )
+        if len(signed.payload) > RECORDED_BYTES_MAX:
+            raise NotAuthorised(f"a request of {len(signed.payload)} bytes; the limit is {RECORDED_BYTES_MAX}")
         method = requests.read(signed).method
         if method not in methods:
             raise NotAuthorised(f"a request for {method[:40]!r} covers no {' or '.join(methods)}")
@@ -153,7 +160,7 @@ class Gate:
         requests.require_fresh(opened.payload, unix, patience)
         self._require_covered(event, wanted, opened)
         last = min(opened.payload.time_ms / 1000 + SKEW_S + patience, opened.certificate.valid_before)
-        mandate = Mandate(digest(opened.signed), opened.payload.time_ms, now + max(0.0, last - unix))
+        mandate = Mandate(digest(opened.signed), opened.payload.time_ms, now + max(0.0, last - unix), wanted.duration_s)
         known = (
             lease is not None
             and lease.occupies
@@ -187,6 +194,15 @@ class Gate:
                     f"the hub asks {self.site} for a hold with {what} {str(asked)[:200]}; signed is {str(signed)[:200]}",
                     "the hub is not honest, or its software is at fault",
                 )
+
+    def _commit(self, event: Commit, lease: SiteLease) -> Commit:
+        """A hold becomes a lease for no longer than was signed."""
+        longest = lease.mandate.duration_s if lease.mandate is not None else 0.0
+        if lease.state == "held" and event.duration_s > longest:
+            raise NotAuthorised(
+                f"the hub commits lease {lease.id} at {self.site} for {event.duration_s:g} s; signed is {longest:g} s"
+            )
+        return event
 
     def _are_named(self, uuids: tuple[str, ...], names: list[str]) -> bool:
         found = [self._devices.get(uuid) for uuid in uuids]
@@ -292,9 +308,14 @@ class Gate:
     # --- what they share
 
     def _mandated(self, signed: Signed | None, lease: SiteLease) -> requests.Payload | None:
-        """What was signed, if it is what the lease rests on: that has been checked when it was granted."""
+        """What was signed, if it is what the lease rests on: that has been checked when it was granted.
+
+        Raises:
+            NotAuthorised: its signer has been revoked since.
+        """
         if signed is None or lease.mandate is None or digest(signed) != lease.mandate.request:
             return None
+        self.trust.require_not_denied(self.trust.certificate(sshsig.parse(signed.signature).key))
         return requests.read(signed)
 
     def _about(
@@ -323,7 +344,9 @@ class Gate:
 def _later(lease: SiteLease, time_ms: int, request: str = "", until: float = 0.0) -> Mandate:
     """What a lease rests on once a later request has been obeyed, which takes the place of the first where it is named."""
     before = lease.mandate or Mandate("", 0, 0.0)
-    return Mandate(request or before.request, max(before.asked_ms, time_ms), max(before.until, until))
+    return Mandate(
+        request or before.request, max(before.asked_ms, time_ms), max(before.until, until), before.duration_s
+    )
 
 
 def wanted_lease(opened: Opened[Any]) -> LeaseWanted:

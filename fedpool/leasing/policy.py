@@ -20,7 +20,7 @@ from fedpool.names import NAME, RULE
 from fedpool.toml import TomlText
 from fedpool.units import format_duration, parse_duration
 
-TEXT_BYTES_MAX = 32 * 1024  # a record has to hold it
+TEXT_BYTES_MAX = 24 * 1024  # a record has to hold it, with what escapes add
 EVERYBODY = "*"
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _HOURS = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))?\s+)?(\d\d):(\d\d)-(\d\d):(\d\d)")

@@ -103,6 +103,7 @@ def test_every_request_has_to_be_signed_by_who_may(position):
     [
         ([STARTED, REQUEST, said("hold", "held", 4)], "hold of lease 0123abcd with 4 devices: tenant/a had signed no"),
         ([STARTED, REQUEST, said("hold", "held", 2, tenant="b")], "tenant/b had signed no request"),
+        ([*LIFE[:3], said("commit", "active", for_ms=700_000)], "for 688 s; 600 s were asked for"),
         ([*LIFE[:7], said("resize", "active", 4)], "resize of lease 0123abcd with 4 devices"),
         ([*LIFE[:13], said("transfer", "active", 5, tenant="c")], "goes to c, which nobody had signed"),
         ([*LIFE[:14], said("renew", "active", tenant="b")], "renew of lease 0123abcd: tenant/b had signed no"),

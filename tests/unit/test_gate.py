@@ -7,7 +7,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedpool.errors import NotAuthorised, Refused
 from fedpool.federation import plan as plans
 from fedpool.identity import certificates, requests
-from fedpool.identity.trust import Trust
+from fedpool.identity.keys import fingerprint
+from fedpool.identity.trust import Denied, Trust
 from fedpool.leasing.gate import Gate, digest, unsigned
 from fedpool.leasing.grants import GUARD_S, SiteGrants
 from fedpool.leasing.requests import (
@@ -189,6 +190,19 @@ def test_what_the_hub_says_of_a_mandate_is_ignored(site):
     lying = Mandate("f" * 32, 0, 1e12)
     assert site.hold(mandate=lying).mandate.until < 1e6
     assert unsigned(Hold("0123abcd", "a", 1, 15.0, 1, mandate=lying)).mandate is None
+
+
+def test_a_hold_is_committed_for_no_longer_than_was_signed(site):
+    site.hold(duration_s=10.0)
+    with pytest.raises(NotAuthorised, match="for 601 s; signed is 600 s"):
+        site.do(Commit("0123abcd", 601.0, 1, 1))
+    assert site.do(Commit("0123abcd", 600.0, 1, 1)).state == "active"
+
+
+def test_a_request_that_no_record_could_hold_is_refused(site):
+    wanted = msgspec.structs.replace(WANTED, avoid=[f"tenant-{number}" for number in range(3000)])
+    with pytest.raises(NotAuthorised, match="bytes; the limit is 24576"):
+        site.hold(wanted)
 
 
 # --- renewals
@@ -395,6 +409,18 @@ def test_a_program_that_was_not_signed_is_not_started(site, shown, name):
     lease = run(site, sign("fed.run", run_wanted()))
     with pytest.raises(NotAuthorised):
         site.gate.plan(shown(), lease, name)
+
+
+def test_a_run_of_somebody_who_was_revoked_is_renewed_no_more(site):
+    request = sign("fed.run", run_wanted())
+    lease = run(site, request)
+    site.gate.trust.denied = Denied(keys=frozenset({fingerprint(CERTIFICATE.public)}))
+    for ask in (
+        lambda: site.do(Renew("0123abcd", 600.0, 1, request)),
+        lambda: site.gate.plan(request, lease, "00aa00aa"),
+    ):
+        with pytest.raises(NotAuthorised, match="has been revoked"):
+            ask()
 
 
 def test_no_program_is_run_under_a_lease_that_was_asked_for_otherwise(site):

@@ -109,7 +109,7 @@ def test_isolation_that_is_not_there_is_not_pretended():
         ("[tenants.a]\ngpus = -1", "line 2: gpus = -1 for a"),
         ('[tenants."a b"]', "'a b' is no name"),
         ("= 3", "is not TOML"),
-        ("#" * 40000, "the limit is 32768"),
+        ("#" * 40000, "the limit is 24576"),
         ("minimum_cohort = -3", "minimum_cohort = -3"),
     ],
 )
