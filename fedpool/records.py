@@ -185,12 +185,14 @@ class Mandate(msgspec.Struct, frozen=True, array_like=True):
         asked_ms: when the latest request that the site obeyed for this lease was signed; an older one is obeyed no more.
         until: CLOCK_BOOTTIME until which the request could be shown again; so long the lease is remembered.
         duration_s: the longest it may be committed for.
+        grant: digest of the request under which it was granted to its holder, where a later one has taken its place.
     """
 
     request: str
     asked_ms: int
     until: float
     duration_s: float = 0.0
+    grant: str = ""
 
 
 class SiteLease(msgspec.Struct, frozen=True, omit_defaults=True):

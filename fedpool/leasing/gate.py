@@ -254,7 +254,8 @@ class Gate:
         for opened in (offer, accept):
             if opened.body.tenant != event.tenant:
                 raise NotAuthorised(f"lease {lease.id} to {event.tenant}; signed is {opened.body.tenant[:80]}")
-        mandate = _later(lease, accept.payload.time_ms, digest(accept.signed))
+        # What was asked for by its old holder, a run for instance, is the new one's no more.
+        mandate = msgspec.structs.replace(_later(lease, accept.payload.time_ms, digest(accept.signed)), grant="")
         shown = (offer.signed, accept.signed)
         return msgspec.structs.replace(event, offer=None, request=None, mandate=mandate), shown
 
@@ -313,7 +314,11 @@ class Gate:
         Raises:
             NotAuthorised: its signer has been revoked since.
         """
-        if signed is None or lease.mandate is None or digest(signed) != lease.mandate.request:
+        if (
+            signed is None
+            or lease.mandate is None
+            or digest(signed) not in (lease.mandate.request, lease.mandate.grant)
+        ):
             return None
         self.trust.require_not_denied(self.trust.certificate(sshsig.parse(signed.signature).key))
         return requests.read(signed)
@@ -345,7 +350,11 @@ def _later(lease: SiteLease, time_ms: int, request: str = "", until: float = 0.0
     """What a lease rests on once a later request has been obeyed, which takes the place of the first where it is named."""
     before = lease.mandate or Mandate("", 0, 0.0)
     return Mandate(
-        request or before.request, max(before.asked_ms, time_ms), max(before.until, until), before.duration_s
+        request or before.request,
+        max(before.asked_ms, time_ms),
+        max(before.until, until),
+        before.duration_s,
+        before.grant or before.request,
     )
 
 

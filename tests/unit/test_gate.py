@@ -430,6 +430,21 @@ def test_no_program_is_run_under_a_lease_that_was_asked_for_otherwise(site):
         site.gate.plan(request, lease, "00aa00aa")
 
 
+def test_a_run_goes_on_when_its_lease_was_resized_and_not_when_it_has_changed_hands(site):
+    request = sign("fed.run", run_wanted())
+    lease = run(site, request)
+    larger = sign("lease.resize", LeaseSize("0123abcd", 2), at=UNIX + 1)
+    lease = site.do(Resize("0123abcd", 2, 0.0, 1, lease.version, larger))
+    assert len(lease.grants) == 2 and site.gate.plan(request, lease, "00aa00aa") == PLAN
+    site.do(Renew("0123abcd", 600.0, 1, request))
+    site.do(Transfer("0123abcd", "b", 1, offer(at=UNIX + 2), accept(at=UNIX + 2)))
+    lease = site.do(ProcessesGone("0123abcd"))
+    with pytest.raises(NotAuthorised):
+        site.gate.plan(request, lease, "00aa00aa")
+    with pytest.raises(NotAuthorised):
+        site.do(Renew("0123abcd", 600.0, 1, request))
+
+
 def test_a_run_that_goes_on_has_a_request_of_its_own(site):
     plan = plans.parse(PLAN)
     again = RunAgain("00aa00aa", PLAN, plan.lease_wanted("0123abcd"), plan.longest_s)
