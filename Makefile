@@ -14,7 +14,7 @@ demo: $(STAMP) ## sixteen hospitals train a classifier together on this machine,
 	@$(BIN)/ibshell demo
 
 test: $(STAMP) ## every test a clone can run
-	@$(BIN)/python -m pytest
+	@$(BIN)/python tests/run.py
 
 package: $(STAMP) ## build the wheel, install it alone, run the demo from it
 	@$(BIN)/python -m pytest tests/package/wheel.py

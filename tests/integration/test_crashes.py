@@ -142,6 +142,7 @@ def view(pool, run):
     return pool.ask("fed.show", ById(run), RunView)
 
 
+@pytest.mark.waits
 def test_a_lease_ends_in_time_while_the_agent_is_stopped(make_pool):
     """SIGSTOP of the agent: its watchdog ends the programs; the devices are free once the agent has seen that."""
     pool = make_pool(3)

@@ -69,6 +69,7 @@ def test_a_program_that_misbehaves_drops_its_site_with_the_reason(pool, does, re
     assert np.allclose(model["w"], 0.25, atol=1e-5)
 
 
+@pytest.mark.waits
 def test_a_program_that_hangs_is_left_behind_at_the_deadline(pool):
     plan = pool.plan({"victim": "site-02", "does": "hang"}, rounds=2, deadline="3s")
     pool.cli("fed", "run", str(plan), "--out", "result")
@@ -228,6 +229,7 @@ def test_join_outside_a_federation(pool):
     )
 
 
+@pytest.mark.waits
 def test_time_passes(pool):
     """A lease whose holder says nothing ends by itself, at the sites, with its programs."""
     lease = pool.json("lease", "request", "-t", "a", "-g", "4", "--for", "1s")

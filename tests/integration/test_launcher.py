@@ -70,6 +70,7 @@ def test_positions_are_no_names(seen, tmp_path):
     asyncio.run(scene())
 
 
+@pytest.mark.waits
 def test_a_watchdog_outlives_its_agent_only_as_long_as_there_is_something_to_watch(tmp_path):
     async def scene():
         program = await local.start(MARK, ["GPU-1"], ["sleep", "60"], {"PATH": "/usr/bin:/bin"}, tmp_path)

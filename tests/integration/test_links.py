@@ -67,6 +67,7 @@ def test_the_link_comes_back_after_either_side_restarts(make_pool, party):
     assert pool.json("status")["gpus_free"] == 4
 
 
+@pytest.mark.waits
 def test_a_site_that_falls_silent_is_noticed_and_its_lease_lives_on(make_pool):
     """Stopped, not killed: its sockets stay open, so only the keepalives tell (5 s, four times), whoever dialled."""
     pool = make_pool(2)

@@ -12,7 +12,7 @@ import pytest
 
 from fedpool.errors import IbshellError
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.waits]
 
 CLONE_NEWNET = 0x40000000
 TAKE_OVER_S = 10.0
