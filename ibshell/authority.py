@@ -6,21 +6,19 @@ With the key in a file everything is done here; otherwise ssh-keygen does it, wh
 from __future__ import annotations
 
 import secrets
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedpool.errors import Failed, NotFound
+from fedpool.errors import NotFound
 from fedpool.identity import certificates, roster, sshsig
 from fedpool.identity.certificates import Certificate
 from fedpool.identity.keys import key_blob, parse_public, public_line
 from fedpool.identity.roster import Roster
 from fedpool.records import Signed
+from fedpool.transport import keygen
 from fedpool.transport.identity import Identity
-
-KEYGEN_TIMEOUT_S = 60.0  # somebody may have to touch a token
 
 
 class Authority:
@@ -61,10 +59,10 @@ class Authority:
         with tempfile.TemporaryDirectory(prefix="ibshell-") as directory:
             path = Path(directory) / "key.pub"
             path.write_text(public_line(public) + "\n")
-            words = ["-q", "-U", "-s", str(self._public_path), "-I", key_id, "-n", ",".join(principals)]
+            words = ["-U", "-s", str(self._public_path), "-I", key_id, "-n", ",".join(principals)]
             words += ["-z", str(serial), "-V", f"0x{valid[0]:x}:0x{valid[1]:x}"]
             words += ["-h"] if kind == certificates.HOST else []
-            keygen([*words, str(path)])
+            keygen.keygen([*words, str(path)])
             return certificates.parse(path.with_name("key-cert.pub").read_text(), "what ssh-keygen issued")
 
     def sign(self, wanted: Roster) -> Signed:
@@ -73,27 +71,4 @@ class Authority:
         if self._identity is not None:
             blob = sshsig.sign(self._identity.signing, key_blob(self.public), roster.NAMESPACE, payload)
             return Signed(payload, blob)
-        with tempfile.TemporaryDirectory(prefix="ibshell-") as directory:
-            path = Path(directory) / "roster"
-            path.write_bytes(payload)
-            keygen(["-q", "-Y", "sign", "-f", str(self._public_path), "-n", roster.NAMESPACE, str(path)])
-            return Signed(payload, sshsig.dearmor(path.with_name("roster.sig").read_text()))
-
-
-def keygen(words: Sequence[str]) -> None:
-    """Let ssh-keygen do something with the authority's key.
-
-    Raises:
-        Failed: it does not, and why.
-    """
-    try:
-        done = subprocess.run(["ssh-keygen", *words], capture_output=True, text=True, timeout=KEYGEN_TIMEOUT_S)
-    except FileNotFoundError:
-        raise Failed("ssh-keygen is not on the path", "apt-get install openssh-client") from None
-    except subprocess.TimeoutExpired:
-        raise Failed("the authority's key did not answer", "touch the token, or unlock ssh-agent") from None
-    if done.returncode:
-        raise Failed(
-            f"the authority's key cannot be used: {done.stderr.strip().splitlines()[-1] if done.stderr else 'no reason given'}",
-            "it must be in ssh-agent: ssh-add -l shows what is",
-        )
+        return Signed(payload, keygen.sign(self._public_path, roster.NAMESPACE, payload))

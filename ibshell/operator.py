@@ -29,6 +29,7 @@ from fedpool.identity.tokens import SECRET_BYTES, Token
 from fedpool.identity.trust import Trust
 from fedpool.records import Signed
 from fedpool.transport.identity import Identity
+from fedpool.transport.keygen import keygen
 from fedpool.wire.membership import (
     CertificateGiven,
     InviteWanted,
@@ -42,7 +43,7 @@ from fedpool.wire.membership import (
     SiteNamed,
 )
 from fedpool.wire.messages import Nothing
-from ibshell.authority import Authority, keygen
+from ibshell.authority import Authority
 
 SITE_S = 24 * 3600.0  # how long certificates hold; they are renewed at half of it
 PERSON_S = 12 * 3600.0
@@ -413,7 +414,7 @@ class Operator:
             spec.write("\n".join(lines) + "\n")
             spec.flush()
             try:
-                keygen(["-q", "-k", "-f", str(path), "-s", str(self.directory / "identity.pub"), spec.name])
+                keygen(["-k", "-f", str(path), "-s", str(self.directory / "identity.pub"), spec.name])
             except Failed as error:
                 raise UsageError(f"{path} cannot be written: {error.message}", error.hint) from None
 

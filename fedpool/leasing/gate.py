@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -67,8 +67,6 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 }
 GRANTING = ("lease.request", "fed.run", "fed.resume")
 ENDING = ("lease.release", "lease.revoke")
-
-Asked: TypeAlias = Hold | Renew | Resize | Transfer | Release | Notify | Cordon | Uncordon
 
 
 def digest(signed: Signed) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -14,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedpool.errors import NotAuthorised, NotFound, UsageError
+from fedpool.errors import Failed, NotAuthorised, NotFound, UsageError
 from fedpool.identity import certificates, sshsig
 from fedpool.identity.certificates import Certificate
 from fedpool.identity.keys import fingerprint, key_blob, parse_public, public_line
 from fedpool.identity.trust import Trust
+from fedpool.transport import keygen
 
 if TYPE_CHECKING:
     import asyncssh
-
-
-AGENT_TIMEOUT_S = 60.0  # somebody may have to touch a token
 
 
 class Identity:
@@ -172,32 +168,10 @@ class AgentIdentity(Identity):
             NotAuthorised: the agent does not have the key, or does not want to.
         """
         assert self.path is not None
-        with tempfile.TemporaryDirectory(prefix="ibshell-") as directory:
-            target = Path(directory) / "message"
-            target.write_bytes(message)
-            words = [
-                "ssh-keygen",
-                "-q",
-                "-Y",
-                "sign",
-                "-f",
-                str(self.path.with_suffix(".pub")),
-                "-n",
-                namespace,
-                str(target),
-            ]
-            try:
-                done = subprocess.run(words, capture_output=True, text=True, timeout=AGENT_TIMEOUT_S)
-            except FileNotFoundError:
-                raise NotFound("ssh-keygen is not on the path", "apt-get install openssh-client") from None
-            except subprocess.TimeoutExpired:
-                raise NotAuthorised("ssh-agent did not answer", "unlock it, or touch the token") from None
-            if done.returncode:
-                raise NotAuthorised(
-                    f"ssh-agent does not sign with {fingerprint(self.public)}: {done.stderr.strip()[-200:]}",
-                    "ssh-add -l shows the keys it has",
-                )
-            made = sshsig.parse(sshsig.dearmor(target.with_name("message.sig").read_text()))
+        try:
+            made = sshsig.parse(keygen.sign(self.path.with_suffix(".pub"), namespace, message))
+        except Failed as error:
+            raise NotAuthorised(f"{fingerprint(self.public)}: {error.message}", error.hint) from None
         return sshsig.assemble(made, shown)
 
     @asynccontextmanager
