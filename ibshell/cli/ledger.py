@@ -26,12 +26,12 @@ from fedpool.units import format_size, parse_duration
 from fedpool.wire.membership import RosterShown, RosterWanted
 from fedpool.wire.messages import Listing, Nothing
 from ibshell import diagnostics, proofs, render, report
-from ibshell.checking import SignatureChecks
 from ibshell.cli import options
 from ibshell.exported import Exported, found_in, write
 from ibshell.ledgers import PAGE, Ledger, seen_by
 from ibshell.progress import Bar
 from ibshell.render import Column
+from ibshell.signature_checks import SignatureChecks
 
 app = typer.Typer(no_args_is_help=True, help="What was done at every site, and whether the sites' ledgers are whole.")
 

@@ -198,7 +198,7 @@ def policy_check(
     Examples: ibshell site policy check policy.toml
               ibshell site policy check policy.toml --request "tenant=oncology gpus=4 type=h100 for=2h"
     """
-    from ibshell.trying import tried
+    from ibshell.policy_trial import tried
 
     try:
         text = file.read_text()

@@ -15,8 +15,8 @@ from fedpool.ledger import merkle, notes
 from fedpool.ledger.records import Granted, LeaseSaid, LedgerOpened, Record, Requested, SiteStarted, encode_at
 from fedpool.ledger.verification import Verification
 from fedpool.wire.messages import LeaseWanted
-from ibshell.checking import SignatureChecks
 from ibshell.measure.figure import Figure
+from ibshell.signature_checks import SignatureChecks
 
 RECORDS = 1_000_000
 MORE = 1000

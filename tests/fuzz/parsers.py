@@ -13,7 +13,7 @@ from fedpool.sim import scenario
 from fedpool.transport import known_hosts
 from fedpool.wire import frames
 from fedpool.wire.session import Session
-from ibshell import trying
+from ibshell import policy_trial
 
 
 def _text(data):
@@ -57,7 +57,7 @@ PARSERS = {
     "token's content": lambda data: tokens.parse(tokens.PREFIX + _text(data)),
     "plan": lambda data: plan.parse(_text(data)),
     "policy": lambda data: policy.parse(_text(data), "it"),
-    "request in words": lambda data: trying.tried("", "it", _text(data)),
+    "request in words": lambda data: policy_trial.tried("", "it", _text(data)),
     "scenario": lambda data: scenario.parse(_text(data), "it"),
     "known_hosts": lambda data: known_hosts.keys(known_hosts.parse(_text(data), "it"), "host", 22),
 }
