@@ -141,8 +141,8 @@ class _Server(asyncssh.SSHServer):
     def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
         self._connection = conn
         _observe(conn)
-        # asyncssh shows its owner only the authority of a certificate; serial and roles count as well.
-        conn._validate_openssh_certificate = self._certified  # type: ignore[method-assign]
+        # asyncssh has no hook that sees the certificate: its owner is asked about the authority alone, and serial and roles count.
+        conn._validate_openssh_certificate = self._certified  # type: ignore[method-assign]  # of this connection alone
 
     async def _certified(self, username: str, cert: Any) -> Any:
         if self._trust is None:
@@ -196,7 +196,8 @@ class _PinnedClient(asyncssh.SSHClient):
 
     def connection_made(self, conn: asyncssh.SSHClientConnection) -> None:
         _observe(conn)
-        conn._validate_openssh_host_certificate = self._certified  # type: ignore[method-assign]
+        # As in `_Server`: no hook sees the certificate.
+        conn._validate_openssh_host_certificate = self._certified  # type: ignore[method-assign]  # of this connection alone
 
     def _certified(self, host: str, addr: str, port: int, cert: Any) -> Any:
         self.offered = cert.key.public_data[-32:]
@@ -256,7 +257,8 @@ def _observe(connection: SSHConnection) -> None:
         _exchanges[connection] = exchange.algorithm.decode() if exchange is not None else ""
         finish(k, h)
 
-    connection.send_newkeys = noting  # type: ignore[method-assign]
+    # No public attribute tells it, and afterwards no private one does.
+    connection.send_newkeys = noting  # type: ignore[method-assign]  # of this connection alone
 
 
 async def _guard_buffer(connection: SSHConnection) -> None:

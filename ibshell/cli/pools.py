@@ -173,10 +173,8 @@ def invite(
     if role not in ("member", "operator", "auditor"):
         raise UsageError(f"no role {role!r}", "member, operator or auditor")
     principal = require_principal(tenant_principal(tenant) if role == "member" else role)
-    with options.hub() as connection:
-        called = name or tenant or role
-        token = operator().invite(connection, hub_address(), principal, called, parse_duration(for_))
-    render.write(token.line() + "\n")
+    called = name or tenant or role
+    invite_one(principal, called, for_)
     diagnostics.say(f"{called} joins with: ibshell pool join TOKEN; then: ibshell pool approve {called}")
 
 
@@ -226,6 +224,13 @@ def joins(output: options.Output = None) -> None:
     ]
     answer = {"items": items, "errors": [], "as_of": {}}
     render.write(render.listing(answer, JOINS, "id", output, render.on_terminal()))
+
+
+def invite_one(role: str, name: str, for_: str) -> None:
+    """Print a token with which somebody joins."""
+    with options.hub() as connection:
+        token = operator().invite(connection, hub_address(), role, name, parse_duration(for_))
+    render.write(token.line() + "\n")
 
 
 def approve_one(name: str, for_: str, refuse: str = "") -> None:

@@ -7,7 +7,6 @@ import typer
 
 from fedpool.client.acting import act
 from fedpool.errors import NotFound
-from fedpool.units import parse_duration
 from fedpool.wire.membership import SiteNamed
 from fedpool.wire.messages import CordonState, CordonWanted, PolicyText
 from ibshell import diagnostics, render
@@ -100,12 +99,9 @@ def invite(
     Example: ibshell site invite hospital-07
     """
     from fedpool.identity.principals import require_principal, site_principal
-    from ibshell.cli.pools import hub_address, operator
+    from ibshell.cli.pools import invite_one
 
-    role = require_principal(site_principal(site))
-    with options.hub() as connection:
-        token = operator().invite(connection, hub_address(), role, site, parse_duration(for_))
-    render.write(token.line() + "\n")
+    invite_one(require_principal(site_principal(site)), site, for_)
     diagnostics.say(f"at the site: ibshell-agent join TOKEN; then here: ibshell site approve {site}")
 
 
