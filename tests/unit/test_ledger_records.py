@@ -29,7 +29,9 @@ from fedpool.records import Grant, SiteLease
 from fedpool.sim.scenario import SimulatedSite
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
-granted = st.builds(Granted, st.lists(texts, max_size=3).map(tuple), st.integers(0, canonical.INTEGER_MAX), st.integers(1, 1000))
+granted = st.builds(
+    Granted, st.lists(texts, max_size=3).map(tuple), st.integers(0, canonical.INTEGER_MAX), st.integers(1, 1000)
+)
 leases = st.builds(
     LeaseSaid,
     time=st.integers(0, canonical.INTEGER_MAX),
