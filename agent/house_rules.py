@@ -67,7 +67,7 @@ class HouseRules:
         """Refuse what the policy forbids; what takes away is always allowed.
 
         Raises:
-            Refused: with everything that forbids it.
+            Forbidden: with everything that forbids it.
         """
         match event:
             case Hold():

@@ -12,7 +12,7 @@ from agent.journal import Journal
 from agent.ledger import SiteLedger
 from agent.ports import Clock, Launcher, Store, instant
 from fedpool import __version__
-from fedpool.errors import IbshellError, NotAuthorised
+from fedpool.errors import Forbidden, IbshellError, NotAuthorised
 from fedpool.leasing.entries import CordonChanged, GrantEntry, LeaseChanged
 from fedpool.leasing.gate import Gate, unsigned
 from fedpool.leasing.grants import EndProcesses, GrantDecision, SiteGrants, SiteLimits, WarnProcesses
@@ -20,7 +20,7 @@ from fedpool.leasing.recorded import CARRIED, Refusals, lease_records, records_o
 from fedpool.leasing.requests import Cordon, GrantEvent, LeaseEvent, Obey, ProcessesGone, Tick, Uncordon
 from fedpool.ledger.records import Record
 from fedpool.names import mark_of, scope_of
-from fedpool.records import Inventory, SiteLease
+from fedpool.records import Inventory, Signed, SiteLease
 from fedpool.step import Decision
 
 log = logging.getLogger(__name__)
@@ -203,27 +203,36 @@ class SiteLeases:
 
         Raises:
             NotAuthorised: nobody with the right to it has; that is recorded.
+            Forbidden: the site's policy says no; that is recorded.
         """
         about = getattr(event, "lease", "")
         lease = self.machine.leases.get(about)
-        if self._gate is None:
-            event = unsigned(event)
-            self._rules.require(event, lease, self.machine, self._clock.unix())
-            return event, []
-        try:
-            event, shown = self._gate.admit(event, lease, self.machine.asked_ms, self._clock.unix(), self._clock.now())
-        except NotAuthorised as error:
-            await self.refused(type(event).__struct_config__.tag, about, error)
-            raise
-        self._rules.require(event, lease, self.machine, self._clock.unix())
+        unix = self._clock.unix()
+        shown: tuple[Signed, ...] = ()
+        async with self.refusing(type(event).__struct_config__.tag, about):
+            if self._gate is None:
+                event = unsigned(event)
+            else:
+                event, shown = self._gate.admit(event, lease, self.machine.asked_ms, unix, self._clock.now())
+            self._rules.require(event, lease, self.machine, unix)
         return event, [requested(about, signed) for signed in shown]
 
-    async def refused(self, asked: object, lease: str, error: NotAuthorised) -> None:
-        """Record what nobody with the right to it had signed."""
-        log.warning("refused: %s", error)
-        record = self._refusals.record(str(asked), lease, error.message, self._clock.now())
-        if record is not None:
-            await self.record(record)
+    @asynccontextmanager
+    async def refusing(self, asked: object, lease: str) -> AsyncIterator[None]:
+        """Record what is refused inside: nobody with the right to it had signed it, or the site's policy forbids it.
+
+        Args:
+            asked: what, as the hub put it.
+            lease: about which, or "".
+        """
+        try:
+            yield
+        except (NotAuthorised, Forbidden) as error:
+            log.warning("refused: %s", error)
+            record = self._refusals.record(str(asked), lease, error.message, self._clock.now())
+            if record is not None:
+                await self.record(record)
+            raise
 
     async def record(self, record: Record) -> None:
         """Let the ledger say something that changes no lease."""

@@ -346,7 +346,9 @@ class SiteAgent:
             case "task.stop":
                 return await self._stop_task(from_body(body, TaskEnded, method))
             case "round.open":
-                return await self._rounds.open(from_body(body, RoundWanted, method))
+                wanted_round = from_body(body, RoundWanted, method)
+                async with self.leases.refusing(method, ""):
+                    return await self._rounds.open(wanted_round)
             case "round.step":
                 return await self._rounds.step(from_body(body, Phase, method))
             case "round.close":
@@ -359,11 +361,8 @@ class SiteAgent:
         """Go by a new roster; one that no authority has signed is refused, and that is recorded."""
         if self._rosters is None:
             raise Refused(f"{self.config.name} goes by keys that its own configuration names")
-        try:
+        async with self.leases.refusing("roster", ""):
             await self._rosters.take(given.roster)
-        except NotAuthorised as error:
-            await self.leases.refused("roster", "", error)
-            raise
 
     async def _roster_adopted(self, roster: Roster, digest: str) -> None:
         await self.leases.record(
@@ -420,10 +419,9 @@ class SiteAgent:
     async def _start_task(self, wanted: TaskWanted) -> Nothing:
         require_id(wanted.run, "run")
         async with self.leases.binding(wanted.lease, wanted.token) as lease:
-            plan = await self._require_signed(wanted, lease)
-            policies.require(
-                self.config.name, self._rules.policy.program_problems(wanted.program, plan.data_tags if plan else ())
-            )
+            async with self.leases.refusing("task.start", wanted.lease):
+                tags = self._signed_plan(self._gate, wanted, lease).data_tags if self._gate is not None else ()
+                policies.require(self.config.name, self._rules.policy.program_problems(wanted.program, tags))
             current = self._tasks.get(wanted.run)
             if current is not None and not current.failure:
                 return Nothing()
@@ -460,18 +458,12 @@ class SiteAgent:
     async def _record_policy(self, text: str) -> None:
         await self.leases.record(PolicyObeyed(digest=policies.digest(text), text=text))
 
-    async def _require_signed(self, wanted: TaskWanted, lease: SiteLease) -> Plan | None:
+    def _signed_plan(self, gate: Gate, wanted: TaskWanted, lease: SiteLease) -> Plan:
         """A program is started only as the request says that its lease rests on; returns the plan that was signed."""
-        if self._gate is None:
-            return None
-        try:
-            text = self._gate.plan(wanted.request, lease, wanted.run)
-            plan = plans.parse(text)
-            if (plan.program, plan.config, plans.digest(text)) != (wanted.program, wanted.config, wanted.plan):
-                raise NotAuthorised(f"run {wanted.run} with another plan or program than was signed")
-        except NotAuthorised as error:
-            await self.leases.refused("task.start", wanted.lease, error)
-            raise
+        text = gate.plan(wanted.request, lease, wanted.run)
+        plan = plans.parse(text)
+        if (plan.program, plan.config, plans.digest(text)) != (wanted.program, wanted.config, wanted.plan):
+            raise NotAuthorised(f"run {wanted.run} with another plan or program than was signed")
         return plan
 
     def _program(self, wanted: TaskWanted, event: str, reason: str = "") -> None:

@@ -7,6 +7,7 @@
     ├── NotAuthorised           not authenticated, or not allowed                                exit 4
     ├── Refused                 policy, quota or state says no                                   exit 5
     │   ├── Insufficient        not enough devices
+    │   ├── Forbidden           a site's own policy says no
     │   ├── StaleToken          an older fencing token, term or epoch than one already seen
     │   └── Recovering          the site has not yet read its own state back
     ├── Unreachable             nobody answers there                                             exit 7
@@ -89,6 +90,12 @@ class Insufficient(Refused):
     """Not enough devices."""
 
     code = "insufficient"
+
+
+class Forbidden(Refused):
+    """A site's own policy says no, whoever asks; the site records it."""
+
+    code = "forbidden"
 
 
 class StaleToken(Refused):

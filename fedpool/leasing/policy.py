@@ -15,7 +15,7 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 
-from fedpool.errors import Refused, UsageError
+from fedpool.errors import Forbidden, UsageError
 from fedpool.names import NAME, RULE
 from fedpool.toml import TomlText
 from fedpool.units import format_duration, parse_duration
@@ -119,11 +119,11 @@ def require(site: str, problems: Iterable[str]) -> None:
     """Refuse what a policy forbids.
 
     Raises:
-        Refused: with everything that forbids it.
+        Forbidden: with everything that forbids it.
     """
     found = list(problems)
     if found:
-        raise Refused(f"the policy of {site}: {'; '.join(found)}", f"ibshell site policy show {site}")
+        raise Forbidden(f"the policy of {site}: {'; '.join(found)}", f"ibshell site policy show {site}")
 
 
 def digest(text: str) -> str:

@@ -194,7 +194,7 @@ class PolicyObeyed(Record, frozen=True, kw_only=True, tag="policy"):
 
 
 class Refusal(Record, frozen=True, kw_only=True, tag="refusal"):
-    """The site has been asked for something that nobody with the right to it had signed.
+    """The site has been asked for something that nobody with the right to it had signed, or that its policy forbids.
 
     Attributes:
         asked: what, as the hub put it.

@@ -5,7 +5,7 @@ A hub that shows two sites different manifests, models or cohorts gets masks tha
 
 import msgspec
 
-from fedpool.errors import Refused, UsageError
+from fedpool.errors import Forbidden, UsageError
 from fedpool.secagg import transcript
 from fedpool.secagg.encoding import RING_BITS, FixedPoint, fit
 
@@ -156,7 +156,7 @@ class SitePolicy(msgspec.Struct, frozen=True):
 
         Raises:
             UsageError: the manifest is malformed.
-            Refused: this site does not take part; the message says why.
+            Forbidden: this site does not take part; the message says why.
         """
         manifest.validate()
         own = 0
@@ -167,24 +167,24 @@ class SitePolicy(msgspec.Struct, frozen=True):
             else:
                 known = self.peers.get(site.name)
             if known is None:
-                raise Refused(
+                raise Forbidden(
                     f"{self.name} does not know {site.name}, which the round names as a member",
                     f"add {site.name}'s identity key to {self.name}'s peer list if it may be trusted",
                 )
             if known != site.identity:
-                raise Refused(
+                raise Forbidden(
                     f"the round names another identity key for {site.name} than {self.name} knows",
                     "compare fingerprints by another way: either the peer list is old or the hub is not honest",
                 )
         if not own:
-            raise Refused(f"{self.name} is not a member of this round")
+            raise Forbidden(f"{self.name} is not a member of this round")
         if manifest.minimum_cohort < self.minimum_cohort:
-            raise Refused(
+            raise Forbidden(
                 f"minimum cohort {manifest.minimum_cohort} is under the {self.minimum_cohort} that {self.name} demands",
                 f"set minimum_cohort = {self.minimum_cohort} in the plan or leave {self.name} out",
             )
         if manifest.round <= last_released:
-            raise Refused(
+            raise Forbidden(
                 f"{self.name} has already released its shares for round {last_released} of {manifest.federation}",
                 "a second sum over another set of sites would reveal one site's update; start the next round",
             )

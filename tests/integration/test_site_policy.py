@@ -52,6 +52,9 @@ def test_what_a_policy_forbids_and_how_it_changes(strict):
     assert "gpus = 2" in pool.cli("site", "policy", "show", "site-01").stdout
     said = [row["said"]["text"] for row in pool.json("ledger", "log", "--kind", "policy")["items"]]
     assert said == [POLICY, POLICY.replace("gpus = 1", "gpus = 2")]
+    refusals = [row["said"] for row in pool.json("ledger", "log", "--kind", "refusal")["items"]]
+    assert {refusal["asked"] for refusal in refusals} == {"hold", "renew"}
+    assert any("tenant physics may have nothing here" in refusal["reason"] for refusal in refusals)
     pool.cli("lease", "release", lease)
     assert {row["result"] for row in pool.json("ledger", "verify")["items"]} == {"whole"}
 
@@ -70,6 +73,8 @@ def test_programs_data_and_cohorts(strict):
     assert "data tagged 'genomes' joins no federation here" in lost(data_tags=["genomes"])
     assert "minimum cohort 3 is under the 4 that site-01 demands" in lost(data_tags=["mammography"])
     assert lost(data_tags=["mammography"], minimum_cohort=4) == ""
+    refusals = [row["said"] for row in pool.json("ledger", "log", "--kind", "refusal")["items"]]
+    assert {refusal["asked"] for refusal in refusals} == {"task.start", "round.open"}
 
 
 def test_a_policy_is_tried_before_it_is_in_force(pool, tmp_path):
