@@ -5,12 +5,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from fedpool.errors import IbshellError, NotFound, UsageError
+from agent.ledger import SiteLedger
+from fedpool.errors import Forbidden, IbshellError, NotFound, UsageError
 from fedpool.leasing import policy as policies
 from fedpool.leasing.grants import SiteGrants
 from fedpool.leasing.policy import Policy
 from fedpool.leasing.requests import GrantEvent, Hold, Renew, Resize, Transfer
 from fedpool.records import SiteLease
+from fedpool.units import format_duration
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ class HouseRules:
         site: its name.
         path: of the file, or None where everything is allowed.
         changed: told of a new policy, which is gone by when it returns.
+        ledger: the site's, which witnesses have to vouch for; None where nobody has said who belongs to the pool.
 
     Attributes:
         policy: what is gone by now.
@@ -33,8 +36,15 @@ class HouseRules:
         NotFound, UsageError: there is none at the start, or it cannot be read.
     """
 
-    def __init__(self, site: str, path: Path | None, changed: Callable[[str, Policy], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        site: str,
+        path: Path | None,
+        changed: Callable[[str, Policy], Awaitable[None]],
+        ledger: SiteLedger | None,
+    ) -> None:
         self._site = site
+        self._ledger = ledger
         self._path = path
         self._changed = changed
         self.text = "" if path is None else _text(path)
@@ -71,6 +81,7 @@ class HouseRules:
         """
         match event:
             case Hold():
+                self.require_witnessed()
                 kinds = event.shape.kinds or tuple(
                     device.kind for device in machine.devices if device.uuid in event.shape.devices
                 )
@@ -78,10 +89,26 @@ class HouseRules:
             case Renew() if lease is not None:
                 self._lease(lease.tenant, len(lease.grants), (), event.duration_s, lease.id, machine, unix)
             case Resize() if lease is not None and event.gpus > len(lease.grants) - len(lease.leaving):
+                self.require_witnessed()
                 self._lease(lease.tenant, event.gpus, (), 1.0, lease.id, machine, unix)
             case Transfer() if lease is not None and event.tenant not in (lease.tenant, lease.next_tenant):
                 kinds = tuple({d.kind for d in machine.devices if any(d.uuid == grant.uuid for grant in lease.grants)})
                 self._lease(event.tenant, len(lease.grants), kinds, 1.0, lease.id, machine, unix)
+
+    def require_witnessed(self) -> None:
+        """Do nothing that others build on while no majority of the witnesses vouches for what the ledger says.
+
+        Raises:
+            Forbidden: for longer than the policy has patience.
+        """
+        if self._ledger is None:
+            return
+        waiting_s = self._ledger.unwitnessed_s()
+        if waiting_s > self.policy.unwitnessed_s(self._ledger.sites):
+            raise Forbidden(
+                f"no majority of its witnesses has cosigned the ledger of {self._site} for {format_duration(waiting_s)}",
+                "ibshell ledger verify shows who has; they are away, or the hub does not carry checkpoints to them",
+            )
 
     def _lease(
         self,

@@ -21,6 +21,7 @@ from fedpool.errors import IntegrityError, StorageFailed, UsageError
 from fedpool.ledger import merkle, notes, tiles
 from fedpool.ledger.records import FORMAT, LedgerOpened, Record, encode_at, time_of
 from fedpool.ledger.verification import read_checkpoint
+from fedpool.ledger.witnesses import majority, size_by_majority, witnesses_of
 from fedpool.transport.identity import Identity
 from fedpool.wire.messages import LedgerHead, LedgerProof, ProofWanted, RecordsPage, RecordsWanted
 
@@ -68,7 +69,7 @@ class SiteLedger:
         identity: signs.
         store: has the records.
         clock: the machine's.
-        witnesses: {site: public key} of those whose cosignatures count.
+        witnesses: {site: public key} of the pool's sites; the cosignatures of `witnesses_of` count.
         grew: told of every new checkpoint.
     """
 
@@ -87,6 +88,8 @@ class SiteLedger:
         self._grew = grew
         self._witnesses = witnesses
         self._witnessed: CheckpointWitnessed | None = None
+        self._cosigned: dict[str, int] = {}  # {witness's origin: records of the largest checkpoint it has cosigned}
+        self._unwitnessed_ms: int | None = None  # time of the first record that no majority of witnesses vouches for
         self._identity = identity
         self._store = store
         self._clock = clock
@@ -100,9 +103,8 @@ class SiteLedger:
     def _cosigners(self) -> list[notes.Key]:
         """Whose cosignatures count now."""
         return [
-            msgspec.structs.replace(key_of(name, public), kind=notes.COSIGNATURE)
-            for name, public in self._witnesses.items()
-            if name != self.site
+            msgspec.structs.replace(key_of(name, self._witnesses[name]), kind=notes.COSIGNATURE)
+            for name in witnesses_of(self.site, self._witnesses)
         ]
 
     # --- writing
@@ -110,6 +112,8 @@ class SiteLedger:
     def at(self, records: Iterable[Record]) -> list[bytes]:
         """Records as they are to be written now: handed to the store before anything else is awaited."""
         self._last_ms = max(self._last_ms, int(self._clock.unix() * 1000))
+        if self._unwitnessed_ms is None:
+            self._unwitnessed_ms = self._last_ms
         return encode_at(records, self._last_ms)
 
     def wrote(self) -> None:
@@ -147,6 +151,9 @@ class SiteLedger:
         if size:
             (last,) = await self._store.records(size - 1, 1)
             self._last_ms = max(self._last_ms, time_of(last))
+        if self._witnessed is not None:
+            self._note_cosigners(self._witnessed)
+        await self._find_unwitnessed()
         return size
 
     async def _require_signed(self, checkpoint: CheckpointSigned) -> None:
@@ -216,6 +223,30 @@ class SiteLedger:
             await self._store.read(WITNESSED_STREAM, CheckpointWitnessed)
             raise
         self._witnessed = witnessed
+        self._note_cosigners(witnessed)
+        await self._find_unwitnessed()
+
+    def _note_cosigners(self, witnessed: CheckpointWitnessed) -> None:
+        for name in notes.signers(notes.decode(witnessed.note), self._cosigners()):
+            self._cosigned[name] = max(self._cosigned.get(name, 0), witnessed.size)
+
+    async def _find_unwitnessed(self) -> None:
+        """What the first record is that no majority of the witnesses vouches for."""
+        origins = [key.name for key in self._cosigners()]
+        size = size_by_majority(self._cosigned, origins, majority(len(origins) + 1)) if origins else None
+        records = await self._store.records(size, 1) if size is not None else []
+        self._unwitnessed_ms = time_of(records[0]) if records else None
+
+    @property
+    def sites(self) -> int:
+        """How many sites the pool has, as far as this one knows."""
+        return len({*self._witnesses, self.site})
+
+    def unwitnessed_s(self) -> float:
+        """For how long there has been something in the ledger that no majority of the witnesses vouches for; 0 for not at all."""
+        if self._unwitnessed_ms is None or not self._cosigners():
+            return 0.0
+        return max(0.0, self._clock.unix() - self._unwitnessed_ms / 1000)
 
     async def _hash(self) -> None:
         """Append to the tree what the store has beyond it."""

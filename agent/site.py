@@ -132,7 +132,7 @@ class SiteAgent:
         launcher = launcher or LocalLauncher()
         self._rosters = None if trust is None else Rosters(trust, store, self._roster_adopted)
         path = directory / config.policy_file if config.policy_file else None
-        self._rules = HouseRules(config.name, path, self._policy_changed)
+        self._rules = HouseRules(config.name, path, self._policy_changed, None if trust is None else self.ledger)
         self._gate = None if trust is None else Gate(config.name, trust, self._inventory.devices())
         self.leases = SiteLeases(
             config.name,
@@ -348,6 +348,7 @@ class SiteAgent:
             case "round.open":
                 wanted_round = from_body(body, RoundWanted, method)
                 async with self.leases.refusing(method, ""):
+                    self._rules.require_witnessed()
                     return await self._rounds.open(wanted_round)
             case "round.step":
                 return await self._rounds.step(from_body(body, Phase, method))

@@ -34,6 +34,11 @@ class Witnessed(msgspec.Struct, frozen=True, tag="witnessed"):
     root: bytes
     note: bytes
 
+    @property
+    def origin(self) -> str:
+        """Of the ledger: the first line of its checkpoints."""
+        return self.note.partition(b"\n")[0].decode()
+
 
 class WitnessState(msgspec.Struct, frozen=True, tag="witness.state"):
     """All of them: a snapshot."""
@@ -63,19 +68,20 @@ class Witness:
         self._ledger = ledger
         self._store = store
         self._clock = clock
-        self._seen: dict[str, Witnessed] = {}
+        self._seen: dict[str, Witnessed] = {}  # by the ledger's origin: a site with a new key has a new ledger
         self._entries = 0
         self._one = asyncio.Lock()
 
     async def recover(self) -> None:
         """Read what was cosigned."""
         for entry in await self._store.read(STREAM, WitnessEntry):
-            self._seen |= {one.site: one for one in (entry.seen if isinstance(entry, WitnessState) else (entry,))}
+            self._seen |= {one.origin: one for one in (entry.seen if isinstance(entry, WitnessState) else (entry,))}
             self._entries += 1
 
     def seen(self) -> SeenCheckpoints:
         """The checkpoints that were cosigned last."""
-        return SeenCheckpoints({site: one.note for site, one in self._seen.items()})
+        origins = {site: key_of(site, public).name for site, public in self._peers.items()}
+        return SeenCheckpoints({s: self._seen[origin].note for s, origin in origins.items() if origin in self._seen})
 
     async def cosign(self, wanted: WitnessWanted) -> Cosigned:
         """Cosign a checkpoint, or say from what size on its consistency is to be shown.
@@ -91,7 +97,7 @@ class Witness:
         key = key_of(wanted.site, public)
         checkpoint = read_checkpoint(wanted.note, key)
         async with self._one:
-            known = self._seen.get(wanted.site)
+            known = self._seen.get(key.name)
             old = known.size if known is not None else 0
             if wanted.old != old or checkpoint.size < old:
                 return Cosigned("", old)
@@ -111,7 +117,7 @@ class Witness:
             return Cosigned(line, checkpoint.size)
 
     async def _keep(self, seen: Witnessed) -> None:
-        after = {**self._seen, seen.site: seen}
+        after = {**self._seen, seen.origin: seen}
         whole = self._entries >= SNAPSHOT_EVERY
         try:
             entry: WitnessEntry = WitnessState(tuple(after.values())) if whole else seen

@@ -7,13 +7,13 @@ whoever verifies, since the cosigned checkpoint stays behind.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from agent.links import SiteLink
 from fedpool.errors import IbshellError, IntegrityError
 from fedpool.ledger import notes
+from fedpool.ledger.witnesses import witnesses_of
 from fedpool.wire.messages import (
     Cosigned,
     LedgerAsked,
@@ -27,19 +27,9 @@ from fedpool.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-# Of a site; in a larger pool they are chosen by a hash of the names, so that the work grows with the sites.
-WITNESSES_MAX = 8
 EVERY_S = 5.0  # a site's checkpoint is witnessed at most so often
 REST = 9.0  # times what one site took: so leases have most of the hub however many sites there are
 TIMEOUT_S = 5.0
-
-
-def witnesses_of(site: str, names: Sequence[str]) -> list[str]:
-    """Who witnesses a site: all the others, or in a large pool `WITNESSES_MAX` of them, the same ones always."""
-    others = sorted(name for name in names if name != site)
-    if len(others) <= WITNESSES_MAX:
-        return others
-    return sorted(others, key=lambda name: hashlib.sha256(f"{site}/{name}".encode()).digest())[:WITNESSES_MAX]
 
 
 class Witnessing:
@@ -51,7 +41,7 @@ class Witnessing:
 
     def __init__(self, links: Mapping[str, SiteLink]) -> None:
         self._links = links
-        self._known: dict[tuple[str, str], int] = {}  # (site, witness) -> size that it cosigned last
+        self._known: dict[tuple[str, str], int] = {}  # (ledger, witness) -> size that it cosigned last
         self._grown: dict[str, None] = {}  # sites with a checkpoint to be witnessed, the first that said so first
         self._wanted = asyncio.Event()
 
@@ -81,13 +71,13 @@ class Witnessing:
 
     async def _witnessed(self, link: SiteLink) -> None:
         head = await link.call("ledger.head", LedgerAsked(link.name), LedgerHead, TIMEOUT_S)
-        note = notes.decode(head.note)
-        size = notes.parse_checkpoint(note, notes.parse_key(head.key).name).size
+        note, origin = notes.decode(head.note), notes.parse_key(head.key).name
+        size = notes.parse_checkpoint(note, origin).size
         signatures = []
-        for name in witnesses_of(link.name, list(self._links)):
+        for name in witnesses_of(link.name, self._links):
             if self._links[name].is_up:
                 try:
-                    line = await self._cosignature(link, self._links[name], head.note, size)
+                    line = await self._cosignature(link, self._links[name], head.note, origin, size)
                     signatures += [notes.parse_signature(line)] if line else []
                 except IntegrityError as error:
                     log.error("%s does not cosign the ledger of %s: %s", name, link.name, error)
@@ -97,9 +87,9 @@ class Witnessing:
             cosigned = note.signed(*signatures).encode()
             await link.call("ledger.witnessed", WitnessedCheckpoint(cosigned), Nothing, TIMEOUT_S)
 
-    async def _cosignature(self, link: SiteLink, witness: SiteLink, note: bytes, size: int) -> str:
+    async def _cosignature(self, link: SiteLink, witness: SiteLink, note: bytes, origin: str, size: int) -> str:
         """A witness's line; "" where it has cosigned a longer ledger already."""
-        old = self._known.get((link.name, witness.name), 0)
+        old = self._known.get((origin, witness.name), 0)
         for _ in range(2):  # the second time from where the witness says
             if old > size:
                 break
@@ -109,7 +99,7 @@ class Witnessing:
                 proof = (await link.call("ledger.proof", asked, LedgerProof, TIMEOUT_S)).hashes
             wanted = WitnessWanted(link.name, note, old, proof)
             cosigned = await witness.call("ledger.witness", wanted, Cosigned, TIMEOUT_S)
-            old = self._known[link.name, witness.name] = cosigned.size
+            old = self._known[origin, witness.name] = cosigned.size
             if cosigned.line:
                 return cosigned.line
         return ""

@@ -23,7 +23,7 @@ from fedpool.wire.messages import (
     RecordsWanted,
     SeenCheckpoints,
 )
-from ibshell import settings
+from ibshell import diagnostics, settings
 
 PAGE = 4096
 
@@ -69,14 +69,33 @@ class Ledger:
     def update(self) -> None:
         """Ask again how far it has come."""
         head = self._connection.call("ledger.head", LedgerAsked(self.site), LedgerHead)
+        key = notes.parse_key(head.key)
         if self.seen is not None and self.seen.key != head.key:
-            raise NotAuthorised(
-                f"the ledger of {self.site} is signed by another key than before: {head.key}",
-                f"if its operator confirms the new key, remove {self._path}",
-            )
-        self.key = notes.parse_key(head.key)
+            self._leave_former(key, self.seen)
+        self.key = key
         self.note, self.witnessed = head.note, head.witnessed
         self.size = read_checkpoint(head.note, self.key).size
+
+    def _leave_former(self, key: notes.Key, seen: Seen) -> None:
+        """A site that joined again with a new key has a new ledger; what is remembered of the former one is put aside.
+
+        Raises:
+            NotAuthorised: the pool's roster does not name that key.
+        """
+        signer = self._connection.signer
+        if signer is None or signer.trust().sites.get(self.site) != key.public:
+            raise NotAuthorised(
+                f"the ledger of {self.site} is signed by another key than before: {key.line()}",
+                f"if its operator confirms the new key, remove {self._path}",
+            )
+        former = notes.parse_key(seen.key).name.rpartition("/")[2]
+        kept = self._path.with_name(f"{self.site}.{former}.json")
+        self._path.replace(kept)
+        self.seen = None
+        diagnostics.say(
+            f"{self.site} has joined again and begun a new ledger; the former one had {seen.verified.size} records when "
+            f"it was verified here last, and what is known of it lies in {kept}"
+        )
 
     def records(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
         """(number, record) of records first..last - 1.

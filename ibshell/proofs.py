@@ -19,11 +19,11 @@ from fedpool.identity.trust import Trust
 from fedpool.leasing.coverage import Coverage, CoverageState
 from fedpool.ledger import canonical, merkle, notes, records
 from fedpool.ledger.verification import Finding, read_checkpoint
+from fedpool.ledger.witnesses import majority
 from fedpool.records import Signed
 from ibshell.ledgers import Ledger
 
 FORMAT = 1
-WITNESSES_MAX = 8  # as many as a site has; see site/ledger.md
 FILE_BYTES_MAX = 256 << 20
 
 
@@ -222,6 +222,6 @@ def _require_known(part: LedgerPart, key: notes.Key, witnesses: Sequence[notes.K
     strangers = [one.name for one in witnesses if one.public not in trust.sites.values()]
     if strangers:
         raise IntegrityError(f"{strangers[0]} is no site of the roster")
-    needed = min(len(trust.sites) - 1, WITNESSES_MAX) // 2 + 1 if len(trust.sites) > 1 else 0
+    needed = majority(len(trust.sites))
     if len(witnesses) < needed:
         raise IntegrityError(f"{len(witnesses)} sites have witnessed it; {needed} are needed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -22,6 +23,10 @@ from fedpool.units import format_duration, parse_duration
 
 TEXT_BYTES_MAX = 24 * 1024  # a record has to hold it, with what escapes add
 EVERYBODY = "*"
+NEVER = "never"
+WITNESSED_WITHIN_S = 600.0
+# With two witnesses a majority is both of them, and one site that is away would hold up the others: those have to want it.
+WITNESSED_SITES = 4
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _HOURS = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))?\s+)?(\d\d):(\d\d)-(\d\d):(\d\d)")
 
@@ -54,6 +59,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data_tags: of data that federations may use here; None: what a plan says of data does not matter.
         minimum_cohort: fewest sites whose sum this site lets anybody see; 0: what its configuration says.
         fabric_isolation: whether leases have to be apart from each other on the fabric.
+        witnessed_within: for how long nothing new is granted or shown without a majority of witnesses having cosigned what
+            the ledger says; "never" goes on without them.
     """
 
     tenants: dict[str, Rule] = {}
@@ -64,10 +71,17 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_tags: tuple[str, ...] | None = None
     minimum_cohort: int = 0
     fabric_isolation: bool = False
+    witnessed_within: str = ""
 
     def rule(self, tenant: str) -> Rule | None:
         """What a tenant may; None where it may nothing."""
         return self.tenants.get(tenant, self.tenants.get(EVERYBODY, None if self.tenants else Rule()))
+
+    def unwitnessed_s(self, sites: int) -> float:
+        """How long this site waits for its witnesses at most before it grants nothing new, in a pool of so many sites."""
+        if self.witnessed_within:
+            return math.inf if self.witnessed_within == NEVER else parse_duration(self.witnessed_within)
+        return WITNESSED_WITHIN_S if sites >= WITNESSED_SITES else math.inf
 
     def lease_problems(
         self, tenant: str, gpus: int, kinds: Iterable[str], duration_s: float, unix: float
@@ -146,6 +160,8 @@ def parse(text: str, where: str) -> Policy:
     except (KeyError, ValueError, OSError):
         raise toml.wrong("timezone", f"no time zone {policy.timezone!r}", 'for example "Europe/Zurich"') from None
     durations = [("max_duration", policy.max_duration)]
+    if policy.witnessed_within not in ("", NEVER):
+        durations.append(("witnessed_within", policy.witnessed_within))
     for name, rule in policy.tenants.items():
         if name != EVERYBODY and not NAME.fullmatch(name):
             raise toml.wrong("tenants", f"{name!r} is no name: {RULE}", "* stands for every other tenant")

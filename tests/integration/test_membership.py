@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -123,6 +124,34 @@ def test_sites_join_with_two_lines_and_take_part(make_pool, running):
     pool.cli("site", "remove", "zurich-7", "--yes")
     pool.until(lambda: pool.sites_up() == {"site-01", "site-02", "basel-8"})
     assert "zurich-7" not in {row["name"] for row in pool.rows("site")}
+
+
+def test_a_site_that_lost_its_database_joins_again_and_begins_a_new_ledger(make_pool, running):
+    pool = make_pool(2, sites_a_process=2)
+
+    def whole():
+        rows = {row["site"]: row for row in pool.json("ledger", "verify")["items"]}
+        assert {row["result"] for row in rows.values()} == {"whole"}
+        witnessed = {row["witnesses"] for row in rows.values()} == {"2 of 2"}
+        return rows["zurich-7"]["key"] if witnessed else None
+
+    def begin():
+        joined(pool, "zurich-7")
+        running.append(agent(pool, "site", "--config", str(pool.work / "zurich-7" / "site.toml")))
+        pool.until(lambda: "zurich-7" in pool.sites_up())
+        pool.cli("lease", "request", "-t", "a", "-g", "2", "--site", "zurich-7")
+        return pool.until(whole)
+
+    former = begin()
+    running[0].terminate()
+    running.pop().communicate(timeout=20)
+    shutil.rmtree(pool.work / "zurich-7")
+    pool.cli("site", "remove", "zurich-7", "--yes")
+    assert begin() != former
+    assert sorted(path.name for path in (pool.directory / "ledgers").glob("zurich-7*")) == [
+        f"zurich-7.{former.split('+')[0].rpartition('/')[2]}.json",
+        "zurich-7.json",
+    ]
 
 
 def test_a_wrong_authority_or_another_s_token_stops_the_join(pool):

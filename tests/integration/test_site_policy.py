@@ -59,6 +59,35 @@ def test_what_a_policy_forbids_and_how_it_changes(strict):
     assert {row["result"] for row in pool.json("ledger", "verify")["items"]} == {"whole"}
 
 
+def test_nothing_new_is_granted_while_no_majority_vouches_for_the_ledger(make_pool):
+    pool = make_pool(4, start=False)
+    directory = pool.site_directory("site-01")
+    (directory / "policy.toml").write_text('witnessed_within = "2s"')
+    path = directory / "site.toml"
+    path.write_text('policy_file = "policy.toml"\n' + path.read_text())
+    pool.start_all()
+
+    def granted(status=0):
+        try:
+            return ask(pool, "-t", "oncology", "-g", "1", status=status)
+        except AssertionError:
+            return None
+
+    pool.until(granted)
+    for name in ("site-02", "site-03"):  # one of three is left
+        pool.stop(name)
+    refused = pool.until(lambda: granted(5)).stderr
+    assert "no majority of its witnesses has cosigned the ledger of site-01 for" in refused
+    assert "ibshell ledger verify shows who has" in refused
+    [said, *_] = [row["said"] for row in pool.json("ledger", "log", "--kind", "refusal", "-n", "0")["items"]]
+    assert (said["asked"], said["reason"].partition(" for ")[0]) == (
+        "hold",
+        "no majority of its witnesses has cosigned the ledger of site-01",
+    )
+    pool.start("site-02")
+    pool.until(granted)
+
+
 def test_programs_data_and_cohorts(strict):
     import json
 

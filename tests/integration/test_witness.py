@@ -7,17 +7,19 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent import clock
 from agent.ledger import SiteLedger, key_of
 from agent.store import open_store
 from agent.witness import SNAPSHOT_EVERY, Witness
-from agent.witnessing import WITNESSES_MAX, witnesses_of
 from fedpool.errors import IntegrityError, NotAuthorised
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger import notes
 from fedpool.ledger.records import Cordoned, decode
 from fedpool.ledger.verification import Verification, read_checkpoint
+from fedpool.ledger.witnesses import WITNESSES_MAX, majority, size_by_majority, witnesses_of
 from fedpool.transport.identity import Identity
 from fedpool.wire.messages import LedgerAsked, LedgerHead, ProofWanted, RecordsWanted, SeenCheckpoints, WitnessWanted
 
@@ -188,7 +190,54 @@ def test_what_a_witness_keeps_does_not_grow(parties, tmp_path):
     asyncio.run(run())
 
 
+def test_what_no_majority_has_cosigned_is_known_and_for_how_long(parties, monkeypatch):
+    now = [time.time()]
+    monkeypatch.setattr(clock, "unix", lambda: now[0])
+
+    async def cosigned(north, *others):
+        note = notes.decode((await north.ledger.head()).note)
+        lines = [(await north.ask(other, old)).line for other, old in others]
+        await north.ledger.witnessed(note.signed(*map(notes.parse_signature, lines)).encode())
+
+    async def run():
+        async with parties("south") as south, parties("west") as west:
+            async with parties("north") as north:
+                await north.write(3)
+                now[0] += 40
+                assert round(north.ledger.unwitnessed_s()) == 40
+                await cosigned(north, (south, 0))
+                assert round(north.ledger.unwitnessed_s()) == 40, "one of two is no majority"
+                await cosigned(north, (west, 0))
+                assert north.ledger.unwitnessed_s() == 0
+                now[0] += 1000
+                assert north.ledger.unwitnessed_s() == 0, "nothing was written since"
+                await north.write(2)
+                await cosigned(north, (south, 4))
+                now[0] += 50
+                await north.write(2)
+                assert round(north.ledger.unwitnessed_s()) == 50, "the first record that is not covered counts"
+                await cosigned(north, (south, 6), (west, 4))
+                await north.write(1)
+            async with parties("north") as north:
+                now[0] += 7
+                assert round(north.ledger.unwitnessed_s()) == 7, "also after a restart"
+
+    asyncio.run(run())
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefg"), st.integers(0, 9)),
+    st.sets(st.sampled_from("abcdefg"), min_size=1),
+)
+def test_a_majority_vouches_for_what_each_of_it_has_cosigned(cosigned, witnesses):
+    needed = len(witnesses) // 2 + 1
+    size = size_by_majority(cosigned, witnesses, needed)
+    assert sum(cosigned.get(name, 0) >= size for name in witnesses) >= needed
+    assert sum(cosigned.get(name, 0) > size for name in witnesses) < needed
+
+
 def test_witnesses_are_chosen_by_names_alone():
+    assert [majority(sites) for sites in (1, 2, 3, 4, 5, 9, 1000)] == [0, 1, 2, 2, 3, 5, 5]
     names = [f"site-{number:03}" for number in range(200)]
     assert witnesses_of("site-001", names[:4]) == ["site-000", "site-002", "site-003"]
     chosen = {name: witnesses_of(name, names) for name in names}

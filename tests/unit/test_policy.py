@@ -1,10 +1,11 @@
 """A site's policy: what it forbids is said with the limit, what is wrong with it with the line."""
 
+import math
 from datetime import UTC, datetime
 
 import pytest
 
-from fedpool.errors import Refused, UsageError
+from fedpool.errors import Forbidden, UsageError
 from fedpool.leasing.policy import parse, require
 
 TEXT = """
@@ -82,7 +83,7 @@ def test_hours_are_those_of_the_time_zone():
 def test_only_those_who_are_named():
     policy = parse("[tenants.a]\n", "p")
     assert lease("b", policy=policy) == ["tenant b may have nothing here; allowed are: a"]
-    with pytest.raises(Refused, match="the policy of north: tenant b may have nothing here"):
+    with pytest.raises(Forbidden, match="the policy of north: tenant b may have nothing here"):
         require("north", policy.lease_problems("b", 1, (), 1.0, WEDNESDAY))
 
 
@@ -92,6 +93,12 @@ def test_programs_and_data():
     assert "may not run here" in program and "'genomes' joins no federation here" in data
     assert "does not say what data" in next(POLICY.program_problems(["/opt/x"], []))
     assert list(parse("", "p").program_problems(["x"], [])) == []
+
+
+def test_a_pool_of_four_waits_ten_minutes_for_its_witnesses():
+    assert [parse("", "p").unwitnessed_s(sites) for sites in (1, 3, 4, 1000)] == [math.inf, math.inf, 600.0, 600.0]
+    assert parse('witnessed_within = "2m"', "p").unwitnessed_s(3) == 120.0
+    assert parse('witnessed_within = "never"', "p").unwitnessed_s(100) == math.inf
 
 
 def test_isolation_that_is_not_there_is_not_pretended():
@@ -111,6 +118,7 @@ def test_isolation_that_is_not_there_is_not_pretended():
         ("= 3", "is not TOML"),
         ("#" * 40000, "the limit is 24576"),
         ("minimum_cohort = -3", "minimum_cohort = -3"),
+        ('witnessed_within = "soon"', "line 1: witnessed_within ="),
     ],
 )
 def test_what_is_wrong_with_a_policy_is_said_with_its_line(text, says):
