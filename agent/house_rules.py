@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from agent.ledger import SiteLedger
+from agent.tenancy import Tenancy
 from fedpool.errors import Forbidden, IbshellError, NotFound, UsageError
 from fedpool.leasing import policy as policies
 from fedpool.leasing.grants import SiteGrants
@@ -27,6 +28,7 @@ class HouseRules:
         path: of the file, or None where everything is allowed.
         changed: told of a new policy, which is gone by when it returns.
         ledger: the site's, which witnesses have to vouch for; None where nobody has said who belongs to the pool.
+        tenancy: what operators have signed about tenants; None where nobody can.
 
     Attributes:
         policy: what is gone by now.
@@ -42,9 +44,11 @@ class HouseRules:
         path: Path | None,
         changed: Callable[[str, Policy], Awaitable[None]],
         ledger: SiteLedger | None,
+        tenancy: Tenancy | None,
     ) -> None:
         self._site = site
         self._ledger = ledger
+        self._tenancy = tenancy
         self._path = path
         self._changed = changed
         self.text = "" if path is None else _text(path)
@@ -86,14 +90,17 @@ class HouseRules:
                     device.kind for device in machine.devices if device.uuid in event.shape.devices
                 )
                 self._lease(event.tenant, event.gpus, kinds, event.duration_s, event.lease, machine, unix)
+                self._room(event.tenant, event.gpus, kinds, event.lease, machine)
             case Renew() if lease is not None:
                 self._lease(lease.tenant, len(lease.grants), (), event.duration_s, lease.id, machine, unix)
             case Resize() if lease is not None and event.gpus > len(lease.grants) - len(lease.leaving):
                 self.require_witnessed()
                 self._lease(lease.tenant, event.gpus, (), 1.0, lease.id, machine, unix)
+                self._room(lease.tenant, event.gpus, (), lease.id, machine)
             case Transfer() if lease is not None and event.tenant not in (lease.tenant, lease.next_tenant):
                 kinds = tuple({d.kind for d in machine.devices if any(d.uuid == grant.uuid for grant in lease.grants)})
                 self._lease(event.tenant, len(lease.grants), kinds, 1.0, lease.id, machine, unix)
+                self._room(event.tenant, len(lease.grants), kinds, lease.id, machine)
 
     def require_witnessed(self) -> None:
         """Do nothing that others build on while no majority of the witnesses vouches for what the ledger says.
@@ -122,12 +129,17 @@ class HouseRules:
     ) -> None:
         if self._path is None:
             return
-        held = sum(
-            len(one.grants)
-            for one in machine.leases.values()
-            if one.occupies and one.tenant == tenant and one.id != about
-        )
+        held = sum(len(one.grants) for one in _others(tenant, about, machine))
         policies.require(self._site, self.policy.lease_problems(tenant, held + gpus, kinds, duration_s, unix))
+
+    def _room(self, tenant: str, gpus: int, kinds: tuple[str, ...], about: str, machine: SiteGrants) -> None:
+        if self._tenancy is not None:
+            self._tenancy.require_room(tenant, gpus, kinds, _others(tenant, about, machine), machine.devices)
+
+
+def _others(tenant: str, about: str, machine: SiteGrants) -> list[SiteLease]:
+    """A tenant's leases here beside the one that it is about."""
+    return [one for one in machine.leases.values() if one.occupies and one.tenant == tenant and one.id != about]
 
 
 def _text(path: Path) -> str:

@@ -148,6 +148,7 @@ class Hub:
                 self._site_joined,
                 self._site_left,
                 self._begin,
+                lambda: self.gangs.machine.tenants.signed,
                 directory / config.roster if config.roster else None,
             )
         self._methods = self._reads()
@@ -454,13 +455,19 @@ class Hub:
         return self.gangs.view(await self.gangs.accept(self.gangs.find(wanted.id), wanted.tenant, signed))
 
     async def _tenant_set(self, tenant: Tenant, signed: Signed | None) -> object:
-        await self.gangs.put(TenantSet(tenant))
+        await self.gangs.put(TenantSet(tenant, signed))
+        self._tenant_changed(signed)
         return hub_views.tenant(self.gangs, tenant.name)
 
     async def _tenant_remove(self, wanted: TenantNamed, signed: Signed | None) -> object:
         view = hub_views.tenant(self.gangs, wanted.name)
-        await self.gangs.put(TenantDropped(wanted.name))
+        await self.gangs.put(TenantDropped(wanted.name, signed))
+        self._tenant_changed(signed)
         return view
+
+    def _tenant_changed(self, signed: Signed | None) -> None:
+        if self._members is not None and signed is not None:
+            self._members.tenant_changed(signed)
 
     def _policy(self, site: str) -> PolicyText:
         described = self._link(site).description

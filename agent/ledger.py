@@ -56,11 +56,6 @@ class CheckpointWitnessed(msgspec.Struct, frozen=True, tag="checkpoint.witnessed
     note: bytes
 
 
-def key_of(site: str, public: bytes) -> notes.Key:
-    """The key that signs a site's checkpoints; its name is the ledger's origin."""
-    return notes.Key(f"ibshell/{site}/{public.hex()[:16]}", public)
-
-
 class SiteLedger:
     """The ledger of one site.
 
@@ -83,7 +78,7 @@ class SiteLedger:
         grew: Callable[[int], None],
     ) -> None:
         self.site = site
-        self.key = key_of(site, identity.public)
+        self.key = notes.key_of(site, identity.public)
         self.origin = self.key.name
         self._grew = grew
         self._witnesses = witnesses
@@ -103,7 +98,7 @@ class SiteLedger:
     def _cosigners(self) -> list[notes.Key]:
         """Whose cosignatures count now."""
         return [
-            msgspec.structs.replace(key_of(name, self._witnesses[name]), kind=notes.COSIGNATURE)
+            msgspec.structs.replace(notes.key_of(name, self._witnesses[name]), kind=notes.COSIGNATURE)
             for name in witnesses_of(self.site, self._witnesses)
         ]
 

@@ -14,6 +14,7 @@ from agent.joins import Joins
 from agent.links import SiteLink
 from agent.ports import Clock, Store
 from agent.rosters import Rosters
+from agent.tenancy import digest_of_signed
 from fedpool.errors import IbshellError, NotFound, Refused, UsageError
 from fedpool.identity import certificates
 from fedpool.identity.principals import site_principal
@@ -35,11 +36,14 @@ from fedpool.wire.membership import (
     RosterWanted,
     SiteCertificate,
     SiteNamed,
+    TenantsGiven,
 )
 from fedpool.wire.messages import Nothing
 from fedpool.wire.session import Request, from_body
 
 log = logging.getLogger(__name__)
+
+TENANTS_AT_ONCE = 20  # in one message: each may have as much as a request
 
 
 class Membership:
@@ -54,6 +58,7 @@ class Membership:
         joined: makes a link to a site that has joined.
         left: gives one up.
         begin: runs something in the background.
+        tenants: gives {name: what an operator has signed about a tenant last}.
         first: file with a roster to begin with, or None.
     """
 
@@ -67,6 +72,7 @@ class Membership:
         joined: Callable[[SiteEntry], None],
         left: Callable[[str], None],
         begin: Callable[[Coroutine[Any, Any, None]], None],
+        tenants: Callable[[], Mapping[str, Signed]],
         first: Path | None,
     ) -> None:
         self._first = first
@@ -79,6 +85,7 @@ class Membership:
         self._joined = joined
         self._left = left
         self._begin = begin
+        self._tenants = tenants
 
     async def recover(self) -> None:
         """Read everything back; sites that joined are linked again."""
@@ -200,8 +207,24 @@ class Membership:
     # --- sites
 
     async def site_up(self, link: SiteLink) -> None:
-        """A site has connected: it goes by the latest roster."""
+        """A site has connected: it goes by the latest roster, and by what was signed about tenants."""
         await self._send(link)
+        signed = list(self._tenants().values())
+        if link.description is not None and link.description.tenants != digest_of_signed(signed):
+            for at in range(0, len(signed), TENANTS_AT_ONCE):
+                await self._tell(link, signed[at : at + TENANTS_AT_ONCE])
+
+    def tenant_changed(self, signed: Signed) -> None:
+        """Something was signed about a tenant: the sites go by it, those that are away when they are back."""
+        for link in list(self._links.values()):
+            if link.is_up:
+                self._begin(self._tell(link, [signed]))
+
+    async def _tell(self, link: SiteLink, signed: list[Signed]) -> None:
+        try:
+            await link.call("tenants.adopt", TenantsGiven(signed), Nothing)
+        except IbshellError as error:  # it is told again when the site is back
+            log.warning("%s does not go by what was signed about tenants: %s", link.name, error)
 
     async def _adopted(self, roster: Roster, digest: str) -> None:
         for link in list(self._links.values()):

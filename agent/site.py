@@ -11,6 +11,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from agent import clock as real_clock
 from agent import files
 from agent.backoff import LAST_S, delay
@@ -24,6 +26,7 @@ from agent.probes import DeviceProbe
 from agent.programs import Task
 from agent.rosters import Rosters
 from agent.site_rounds import SiteRounds
+from agent.tenancy import Tenancy
 from agent.witness import Witness
 from fedpool import __version__
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, Refused, StorageFailed, Unreachable, UsageError
@@ -38,6 +41,7 @@ from fedpool.identity.roster import Roster
 from fedpool.leasing import policy as policies
 from fedpool.leasing.gate import Gate
 from fedpool.leasing.policy import Policy
+from fedpool.leasing.recorded import devices_said
 from fedpool.leasing.requests import (
     Abort,
     Commit,
@@ -51,7 +55,7 @@ from fedpool.leasing.requests import (
     Transfer,
     Uncordon,
 )
-from fedpool.ledger.records import TEXT_MAX, LoggedIn, PolicyObeyed, ProgramSaid, RosterObeyed
+from fedpool.ledger.records import TEXT_MAX, LoggedIn, PolicyObeyed, ProgramSaid, RosterObeyed, encode
 from fedpool.names import require_id
 from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
@@ -60,7 +64,7 @@ from fedpool.transport.bulk import BulkChannel
 from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream, Stream
-from fedpool.wire.membership import CertificateGiven, RosterGiven
+from fedpool.wire.membership import CertificateGiven, RosterGiven, TenantsGiven
 from fedpool.wire.messages import (
     CordonState,
     DescriptionWanted,
@@ -80,6 +84,7 @@ from fedpool.wire.session import Request, from_body
 log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 600.0
+DEVICES_STREAM = "devices"
 _LEASE_METHODS: dict[str, type[LeaseEvent]] = {
     "lease.hold": Hold,
     "lease.commit": Commit,
@@ -90,6 +95,12 @@ _LEASE_METHODS: dict[str, type[LeaseEvent]] = {
     "lease.transfer": Transfer,
     "lease.release": Release,
 }
+
+
+class DevicesRecorded(msgspec.Struct, frozen=True, tag="devices.recorded"):
+    """The ledger has said what there is here; SHA-256 of it."""
+
+    digest: bytes
 
 
 class SiteAgent:
@@ -132,8 +143,10 @@ class SiteAgent:
         launcher = launcher or LocalLauncher()
         self._rosters = None if trust is None else Rosters(trust, store, self._roster_adopted)
         path = directory / config.policy_file if config.policy_file else None
-        self._rules = HouseRules(config.name, path, self._policy_changed, None if trust is None else self.ledger)
         self._gate = None if trust is None else Gate(config.name, trust, self._inventory.devices())
+        self._tenancy = None if self._gate is None else Tenancy(self._gate, store, self.ledger, clock)
+        witnessed = None if trust is None else self.ledger
+        self._rules = HouseRules(config.name, path, self._policy_changed, witnessed, self._tenancy)
         self.leases = SiteLeases(
             config.name,
             self._inventory,
@@ -191,9 +204,12 @@ class SiteAgent:
         tasks.create_task(self._store.lost())
         if self._rosters is not None:
             await self._rosters.recover()
+        if self._tenancy is not None:
+            await self._tenancy.recover()
         await self._rounds.recover()
         await self._witness.recover()
         await self.leases.recover()
+        await self._record_devices()
         if self.config.policy_file:
             await self._record_policy(self._rules.text)
             tasks.create_task(self._rules.run())
@@ -338,6 +354,11 @@ class SiteAgent:
             case "roster.adopt":
                 await self._adopt(from_body(body, RosterGiven, method))
                 return Nothing()
+            case "tenants.adopt":
+                if self._tenancy is not None:
+                    async with self.leases.refusing(method, ""):
+                        await self._tenancy.adopt(from_body(body, TenantsGiven, method).signed)
+                return Nothing()
             case "identity.install":
                 self._install(from_body(body, CertificateGiven, method))
                 return Nothing()
@@ -415,6 +436,7 @@ class SiteAgent:
             certificate_authority=fingerprint(certificate.authority) if certificate is not None else "",
             policy=self._rules.text,
             roster=self.identity.trust.number if self.identity.trust is not None else 0,
+            tenants=self._tenancy.digest if self._tenancy is not None else "",
         )
 
     async def _start_task(self, wanted: TaskWanted) -> Nothing:
@@ -455,6 +477,16 @@ class SiteAgent:
         await self._record_policy(text)
         self._rounds.demand(self._cohort(policy))
         self._changed(None, False)
+
+    async def _record_devices(self) -> None:
+        """Say what there is here, where that is not what was said last."""
+        found = devices_said(self._inventory.devices())
+        digest = hashlib.sha256(b"".join(map(encode, found))).digest()
+        said = await self._store.read(DEVICES_STREAM, DevicesRecorded)
+        if not said or said[-1].digest != digest:
+            entry = DevicesRecorded(digest)
+            await self._store.append(DEVICES_STREAM, [entry], snapshot=True, records=self.ledger.at(found))
+            self.ledger.wrote()
 
     async def _record_policy(self, text: str) -> None:
         await self.leases.record(PolicyObeyed(digest=policies.digest(text), text=text))

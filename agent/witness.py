@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from agent.ledger import SiteLedger, key_of
+from agent.ledger import SiteLedger
 from agent.ports import Clock, Store
 from fedpool.errors import IntegrityError, NotAuthorised, StorageFailed
 from fedpool.ledger import merkle, notes
@@ -80,7 +80,7 @@ class Witness:
 
     def seen(self) -> SeenCheckpoints:
         """The checkpoints that were cosigned last."""
-        origins = {site: key_of(site, public).name for site, public in self._peers.items()}
+        origins = {site: notes.key_of(site, public).name for site, public in self._peers.items()}
         return SeenCheckpoints({s: self._seen[origin].note for s, origin in origins.items() if origin in self._seen})
 
     async def cosign(self, wanted: WitnessWanted) -> Cosigned:
@@ -94,7 +94,7 @@ class Witness:
         public = self._peers.get(wanted.site)
         if public is None or wanted.site == self._ledger.site:
             raise NotAuthorised(f"{self._ledger.site} is no witness of {wanted.site!r}", "add it to [peers]")
-        key = key_of(wanted.site, public)
+        key = notes.key_of(wanted.site, public)
         checkpoint = read_checkpoint(wanted.note, key)
         async with self._one:
             known = self._seen.get(key.name)

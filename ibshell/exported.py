@@ -1,6 +1,8 @@
 """Ledgers as files in the layout of c2sp.org/tlog-tiles: written by `ibshell ledger export`, verified without any hub.
 
-A directory a site: `checkpoint` (the signed note), `key` (whose signature it bears), `tile/…` (hashes and records).
+A directory a site: `checkpoint` (the signed note, with the cosignatures of witnesses), `key` and `witnesses` (whose signatures it
+bears, in order), `tile/…` (hashes and records). It is sealed: nothing in it can be changed without the signatures of site and
+witnesses. Beside those directories lies `rosters.json`: what the pool's authority has signed about who belongs to it.
 """
 
 from __future__ import annotations
@@ -9,17 +11,50 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from fedpool.errors import IntegrityError, NotFound, Refused, StorageFailed
 from fedpool.leasing.coverage import CoverageState
+from fedpool.leasing.holdings import HoldingsState
 from fedpool.leasing.recorded import ReplayState
 from fedpool.ledger import merkle, notes, tiles
 from fedpool.ledger.verification import Verified, read_checkpoint
+from fedpool.records import Signed
 from ibshell.ledgers import Ledger
 from ibshell.progress import Bar
 
+ROSTERS = "rosters.json"
 
-def write(ledger: Ledger, directory: Path, bar: Bar) -> tuple[int, int]:
-    """Write a site's ledger as it was when it was asked; returns (files, bytes).
+
+class Written(msgspec.Struct, frozen=True):
+    """What was written: records, files, and bytes in them."""
+
+    records: int
+    files: int
+    size: int
+
+
+def write_rosters(directory: Path, rosters: Sequence[Signed]) -> None:
+    """Write who belongs to the pool, beside the directories of its sites' ledgers.
+
+    Raises:
+        StorageFailed: there is no room.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ROSTERS).write_bytes(msgspec.json.encode(list(rosters)) + b"\n")
+    except OSError as error:
+        raise StorageFailed(f"{directory} cannot be written: {error.strerror}", "name another place") from None
+
+
+def write(ledger: Ledger, directory: Path, witnesses: Sequence[notes.Key], bar: Bar) -> Written:
+    """Write a site's ledger up to the latest checkpoint that was witnessed, or else up to the latest.
+
+    Args:
+        ledger: the site's.
+        directory: where a directory for the site is made.
+        witnesses: keys whose cosignatures are kept.
+        bar: shows how far it is.
 
     Raises:
         Refused: it is there already.
@@ -32,7 +67,7 @@ def write(ledger: Ledger, directory: Path, bar: Bar) -> tuple[int, int]:
     made = directory / f"{ledger.site}.new"
     shutil.rmtree(made, ignore_errors=True)
     try:
-        written = _write(ledger, made, bar)
+        written = _write(ledger, made, witnesses, bar)
         made.rename(target)
     except OSError as error:
         raise StorageFailed(f"{made} cannot be written: {error.strerror}", "make room, or name another place") from None
@@ -41,7 +76,10 @@ def write(ledger: Ledger, directory: Path, bar: Bar) -> tuple[int, int]:
     return written
 
 
-def _write(ledger: Ledger, directory: Path, bar: Bar) -> tuple[int, int]:
+def _write(ledger: Ledger, directory: Path, witnesses: Sequence[notes.Key], bar: Bar) -> Written:
+    note, cosigners = _sealed(ledger.witnessed or ledger.note, ledger.key, witnesses)
+    checkpoint = read_checkpoint(note, ledger.key)
+    bar.total = checkpoint.size
     files = size = 0
 
     def put(name: str, data: bytes) -> None:
@@ -54,7 +92,7 @@ def _write(ledger: Ledger, directory: Path, bar: Bar) -> tuple[int, int]:
     tree = merkle.Frontier()
     hashes: list[list[bytes]] = []
     lot: list[bytes] = []
-    for number, record in ledger.records(0, ledger.size):
+    for number, record in ledger.records(0, checkpoint.size):
         bar.at(number, ledger.site)
         lot.append(record)
         for level, _, found in tree.append(merkle.leaf_hash(record)):
@@ -66,17 +104,33 @@ def _write(ledger: Ledger, directory: Path, bar: Bar) -> tuple[int, int]:
             put(tiles.path("entries", number // tiles.WIDTH), tiles.bundle(lot))
             lot = []
     if lot:
-        put(tiles.path("entries", ledger.size // tiles.WIDTH, len(lot)), tiles.bundle(lot))
-    for level, index, width in tiles.tiles(ledger.size):
+        put(tiles.path("entries", checkpoint.size // tiles.WIDTH, len(lot)), tiles.bundle(lot))
+    for level, index, width in tiles.tiles(checkpoint.size):
         first = index * tiles.WIDTH
         put(tiles.path(str(level), index, width), b"".join(hashes[level][first : first + width]))
-    if tree.root() != read_checkpoint(ledger.note, ledger.key).root:
+    if tree.root() != checkpoint.root:
         raise IntegrityError(
             f"the records of {ledger.site} are not those it signed", f"ibshell ledger verify --site {ledger.site}"
         )
     put("key", ledger.key.line().encode() + b"\n")
-    put("checkpoint", ledger.note)
-    return files, size
+    put("checkpoint", note)
+    if cosigners:
+        put("witnesses", "".join(key.line() + "\n" for key in cosigners).encode())
+    return Written(checkpoint.size, files, size)
+
+
+def _sealed(note: bytes, key: notes.Key, witnesses: Sequence[notes.Key]) -> tuple[bytes, list[notes.Key]]:
+    """A checkpoint with the signatures of the site and of witnesses, in that order and no others; and who those witnesses are."""
+    found = notes.decode(note)
+    names = notes.signers(found, witnesses)
+    cosigners = [one for one in witnesses if one.name in names]
+    kept = [
+        one
+        for owner in (key, *cosigners)
+        for one in found.signatures
+        if (one.name, one.key_id) == (owner.name, owner.id)
+    ]
+    return notes.Note(found.text, tuple(kept)).encode(), cosigners
 
 
 class Exported:
@@ -86,13 +140,15 @@ class Exported:
         directory: of one site.
         key: the line of the key that must have signed it, or "" for the one that lies beside it.
 
+    Attributes:
+        witnesses: keys of those who have cosigned it.
+
     Raises:
         NotFound: there is none.
         UsageError, IntegrityError: it is none, or not signed by the key.
     """
 
     seen = None
-    witnessed = b""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._directory = directory
@@ -106,6 +162,42 @@ class Exported:
         self.key = notes.parse_key(line)
         self.site = self.key.name.split("/")[1] if self.key.name.count("/") == 2 else self.key.name
         self.size = read_checkpoint(self.note, self.key).size
+        self.witnesses = self._witnesses()
+        signed = [(one.name, one.key_id) for one in notes.decode(self.note).signatures]
+        if signed != [(one.name, one.id) for one in (self.key, *self.witnesses)]:
+            raise IntegrityError(f"the checkpoint in {directory} bears other signatures than of the keys beside it")
+        if len(notes.signers(notes.decode(self.note), self.witnesses)) != len(self.witnesses):
+            raise IntegrityError(f"a witness is named twice in {directory}")
+
+    def _witnesses(self) -> list[notes.Key]:
+        path = self._directory / "witnesses"
+        try:
+            lines = path.read_text().split("\n") if path.exists() else [""]
+        except (OSError, UnicodeDecodeError) as error:
+            raise IntegrityError(f"{path} cannot be read: {error}") from None
+        if lines.pop():
+            raise IntegrityError(f"{path} is cut short")
+        keys = [notes.parse_key(line) for line in lines]
+        if any(one.kind != notes.COSIGNATURE for one in keys):
+            raise IntegrityError(f"{path} has keys that are not of witnesses")
+        return keys
+
+    @property
+    def witnessed(self) -> bytes:
+        """The checkpoint bears what signatures it has."""
+        return self.note
+
+    def rosters(self) -> list[Signed]:
+        """What the pool's authorities have signed about who belongs to it.
+
+        Raises:
+            IntegrityError: it cannot be read.
+        """
+        path = self._directory.absolute().parent / ROSTERS
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=list[Signed])
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+            raise IntegrityError(f"{path} cannot be read: {error}") from None
 
     def records(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
         """(number, record) of records first..last - 1.
@@ -150,7 +242,7 @@ class Exported:
     def require_consistent(self, old: int, old_root: bytes, size: int, root: bytes) -> None:
         """Files are verified from their first record on, which leaves nothing to be shown."""
 
-    def remember(self, verified: Verified, replayed: ReplayState, covered: CoverageState) -> None:
+    def remember(self, verified: Verified, replayed: ReplayState, covered: CoverageState, held: HoldingsState) -> None:
         """Nothing is remembered of files."""
 
 

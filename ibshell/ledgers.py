@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from fedpool.client.connection import Connection
 from fedpool.errors import IntegrityError, NotAuthorised, NotFound
 from fedpool.leasing.coverage import CoverageState
+from fedpool.leasing.holdings import HoldingsState
 from fedpool.leasing.recorded import ReplayState
 from fedpool.ledger import merkle, notes
 from fedpool.ledger.verification import Verified, read_checkpoint
@@ -18,6 +19,8 @@ from fedpool.wire.messages import (
     LedgerAsked,
     LedgerHead,
     LedgerProof,
+    Listing,
+    Nothing,
     ProofWanted,
     RecordsPage,
     RecordsWanted,
@@ -28,6 +31,19 @@ from ibshell import diagnostics, settings
 PAGE = 4096
 
 
+def site_names(connection: Connection, wanted: Sequence[str]) -> list[str]:
+    """The sites to ask: those that are wanted, or all.
+
+    Raises:
+        NotFound: there is no such site.
+    """
+    known = [site["name"] for site in connection.call("site.list", Nothing(), Listing).items]
+    for name in wanted:
+        if name not in known:
+            raise NotFound(f"no site {name!r}", "ibshell site list shows them")
+    return list(wanted) or known
+
+
 class Seen(msgspec.Struct):
     """What is remembered of a site's ledger.
 
@@ -36,12 +52,14 @@ class Seen(msgspec.Struct):
         verified: how far its records were verified.
         replayed: how far they were replayed, the same records.
         covered: what was signed of what they granted.
+        held: who held what.
     """
 
     key: str
     verified: Verified
     replayed: ReplayState
     covered: CoverageState = msgspec.field(default_factory=CoverageState)
+    held: HoldingsState = msgspec.field(default_factory=HoldingsState)
 
 
 class Ledger:
@@ -130,9 +148,9 @@ class Ledger:
         proof = self._connection.call("ledger.proof", asked, LedgerProof).hashes if 0 < old < size else []
         merkle.require_consistency(old, size, old_root, root, proof)
 
-    def remember(self, verified: Verified, replayed: ReplayState, covered: CoverageState) -> None:
+    def remember(self, verified: Verified, replayed: ReplayState, covered: CoverageState, held: HoldingsState) -> None:
         """Keep how far it was verified, for the next time."""
-        self.seen = Seen(self.key.line(), verified, replayed, covered)
+        self.seen = Seen(self.key.line(), verified, replayed, covered, held)
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = self._path.with_suffix(".new")
         temporary.write_bytes(msgspec.json.encode(self.seen))

@@ -8,7 +8,7 @@ JSON: `{"format": 1, "lease": ID, "run": ID, "rosters": […], "ledgers": […]}
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from fedpool.identity.trust import Trust
 from fedpool.leasing.coverage import Coverage, CoverageState
 from fedpool.ledger import canonical, merkle, notes, records
 from fedpool.ledger.verification import Finding, read_checkpoint
-from fedpool.ledger.witnesses import majority
+from fedpool.ledger.witnesses import majority, witnesses_of
 from fedpool.records import Signed
 from ibshell.ledgers import Ledger
 
@@ -103,14 +103,14 @@ def concerned(ledgers: Mapping[str, Ledger], prefix: str) -> tuple[_About, dict[
     return about, chosen
 
 
-def trust_of(found: Proof, authority: bytes) -> Trust:
-    """Whom to believe about a proof, going by one authority that the reader knows.
+def trust_of(rosters: Iterable[Signed], authority: bytes) -> Trust:
+    """Whom to believe, going by one authority that the reader knows.
 
     Raises:
         IntegrityError: none of the rosters is that authority's.
     """
     trust = None
-    for signed in found.rosters:
+    for signed in rosters:
         try:
             pool = roster.read(signed).pool
             trust = trust or Trust(pool, (authority,))
@@ -147,6 +147,11 @@ def part_of(ledger: Ledger, chosen: Mapping[int, bytes], others: Sequence[Ledger
 def witness_key(key: notes.Key) -> notes.Key:
     """The key under which the owner of a ledger cosigns others."""
     return msgspec.structs.replace(key, kind=notes.COSIGNATURE)
+
+
+def witness_keys(site: str, trust: Trust) -> list[notes.Key]:
+    """The keys under which a site's witnesses cosign, as the roster has them."""
+    return [witness_key(notes.key_of(name, trust.sites[name])) for name in witnesses_of(site, trust.sites)]
 
 
 def read(path: Path) -> Proof:

@@ -44,29 +44,39 @@ def path(directory, kind, index, width):
     return directory / "tile" / kind / name
 
 
-def checkpoint(directory, key):
-    """(size, root) that the key has signed."""
-    name, key_id, encoded = key.split("+", 2)
-    public = base64.b64decode(encoded)
-    if public[0] != 1 or hashlib.sha256(name.encode() + b"\n" + public).digest()[:4].hex() != key_id:
+def parse_key(line, kind):
+    """(name, id, public key) of a line."""
+    name, key_id, encoded = line.split("+", 2)
+    public = base64.b64decode(encoded, validate=True)
+    if public[:1] != bytes([kind]) or hashlib.sha256(name.encode() + b"\n" + public).digest()[:4].hex() != key_id:
         raise Wrong("the key is malformed")
+    return name, key_id, Ed25519PublicKey.from_public_bytes(public[1:])
+
+
+def checkpoint(directory, key, witnesses):
+    """(size, root) that the key, and all the witnesses, have signed."""
+    keys = [parse_key(key, 1), *(parse_key(line, 4) for line in witnesses)]
     text, _, signatures = (directory / "checkpoint").read_text().rpartition("\n\n")
-    text += "\n"
-    if not signatures.endswith("\n"):
-        raise Wrong("the checkpoint is cut short")
-    for line in signatures[:-1].split("\n"):
+    text, lines = text + "\n", signatures.split("\n")
+    if lines.pop() or len(lines) != len(keys):
+        raise Wrong("the checkpoint does not bear as many signatures as there are keys")
+    for line, (name, key_id, public) in zip(lines, keys, strict=True):
         dash, who, signature = line.split(" ")
-        data = base64.b64decode(signature)
-        if dash == "—" and who == name and data[:4].hex() == key_id:
-            try:
-                Ed25519PublicKey.from_public_bytes(public[1:]).verify(data[4:], text.encode())
-            except InvalidSignature:
-                raise Wrong("the checkpoint's signature is not of the key") from None
-            origin, size, root = text.split("\n")[:3]
-            if origin != name:
-                raise Wrong("the checkpoint is of another ledger")
-            return int(size), base64.b64decode(root)
-    raise Wrong("the checkpoint is not signed by the key")
+        data = base64.b64decode(signature, validate=True)
+        if (dash, who, data[:4].hex()) != ("—", name, key_id):
+            raise Wrong("the checkpoint is not signed by the key")
+        message, data = text, data[4:]
+        if public is not keys[0][2]:
+            (time,), data = struct.unpack(">Q", data[:8]), data[8:]
+            message = f"cosignature/v1\ntime {time}\n{text}"
+        try:
+            public.verify(data, message.encode())
+        except InvalidSignature:
+            raise Wrong("the checkpoint's signature is not of the key") from None
+    origin, size, root = text.split("\n")[:3]
+    if origin != keys[0][0]:
+        raise Wrong("the checkpoint is of another ledger")
+    return int(size), base64.b64decode(root)
 
 
 def records(directory, size):
@@ -112,15 +122,14 @@ class Rules:
         if record["time"] < self.time:
             raise Wrong("it goes back in time")
         self.time = record["time"]
-        match record["kind"]:
-            case "site.started":
-                if record["epoch"] < self.token:
-                    raise Wrong("the site's tokens go back")
-                self.token = record["epoch"]
-            case "lease":
-                self.lease(record)
-            case "lease.devices":
-                self.grant(self.leases[record["lease"]][1], record["grants"], False)
+        if record["kind"] == "site.started":
+            if record["epoch"] < self.token:
+                raise Wrong("the site's tokens go back")
+            self.token = record["epoch"]
+        elif record["kind"] == "lease":
+            self.lease(record)
+        elif record["kind"] == "lease.devices":
+            self.grant(self.leases[record["lease"]][1], record["grants"], False)
 
     def lease(self, record):
         name, event, state = record["lease"], record["event"], record["state"]
@@ -162,13 +171,12 @@ class Rules:
 
 
 def verify(directory, key=""):
-    """How many records the ledger in a directory has.
-
-    Raises:
-        Wrong: it is not whole.
-    """
-    directory = Path(directory)
-    size, root = checkpoint(directory, key or (directory / "key").read_text().strip())
+    """How many records the ledger in a directory has; raises Wrong where it is not whole."""
+    directory, named = Path(directory), Path(directory) / "witnesses"
+    lines = named.read_text().split("\n") if named.exists() else [""]
+    if lines.pop():
+        raise Wrong("the list of witnesses is cut short")
+    size, root = checkpoint(directory, key or (directory / "key").read_text()[:-1], lines)
     hashes, rules = [], Rules()
     for number, data in enumerate(records(directory, size)):
         hashes.append(hashlib.sha256(b"\x00" + data).digest())

@@ -18,10 +18,19 @@ from fedpool.identity.keys import fingerprint
 from fedpool.identity.principals import OPERATOR, tenant_principal
 from fedpool.identity.trust import Trust
 from fedpool.leasing import lease as life
-from fedpool.leasing.gate import BODIES, GRANTING
+from fedpool.leasing.gate import ABOUT_TENANTS, BODIES, GRANTING
 from fedpool.leasing.grants import GUARD_FRACTION, GUARD_S
 from fedpool.leasing.policy import Policy, digest, parse
-from fedpool.ledger.records import Cordoned, LeaseSaid, PolicyObeyed, Record, Requested, SiteStarted, Uncordoned
+from fedpool.ledger.records import (
+    Cordoned,
+    DevicesSaid,
+    LeaseSaid,
+    PolicyObeyed,
+    Record,
+    Requested,
+    SiteStarted,
+    Uncordoned,
+)
 from fedpool.records import Signed
 from fedpool.wire.messages import LeaseWanted
 
@@ -53,12 +62,14 @@ class CoverageState(msgspec.Struct):
         on: whether the ledger has said whose signatures it goes by.
         cordon: who signed the latest request about a cordon.
         policy: text of the site's, "" where everything is allowed.
+        kinds: {UUID: kind} of what the site has.
     """
 
     on: bool = False
     leases: dict[str, Covered] = {}
     cordon: str = ""
     policy: str = ""
+    kinds: dict[str, str] = {}
 
 
 class Coverage:
@@ -96,6 +107,10 @@ class Coverage:
                 return self._started(record)
             case Requested():
                 return self._requested(record)
+            case DevicesSaid():
+                if not record.continued:
+                    self._state.kinds = {}
+                self._state.kinds |= {uuid: one.kind for one in record.kinds for uuid in one.devices}
             case PolicyObeyed():
                 self._state.policy, self._policy = record.text, _policy(record.text)
                 return [] if digest(record.text) == record.digest else ["a policy whose digest is another's"]
@@ -135,10 +150,15 @@ class Coverage:
             kind = BODIES.get(payload.method)
             if kind is None:
                 raise NotAuthorised(f"a request for {payload.method[:40]!r}")
+            time_ms = record.time
+            if payload.method in ABOUT_TENANTS:  # see `Gate.about_tenant`
+                time_ms = payload.time_ms
+                if payload.principal != OPERATOR:
+                    raise NotAuthorised(f"{payload.principal} has signed {payload.method}; an operator may")
             if self._trust is None:
                 body: Any = msgspec.convert(payload.body, kind, str_keys=True)
             else:
-                body = requests.open_(signed, self._trust, payload.method, kind, record.time / 1000, self._check).body
+                body = requests.open_(signed, self._trust, payload.method, kind, time_ms / 1000, self._check).body
         except (IbshellError, msgspec.ValidationError, binascii.Error) as error:
             return [f"a request about lease {record.lease or '-'} that nobody had signed so: {error}"]
         if payload.method.startswith("site."):
@@ -160,7 +180,7 @@ class Coverage:
         return []
 
     def _forbidden(self, said: LeaseSaid) -> list[str]:
-        """What the site's policy had against it; of what kind devices are no record says."""
+        """What the site's policy had against it."""
         if self._policy is None or said.event not in ("hold", "commit", "renew"):
             return []
         own = self._state.leases.get(said.lease, Covered())
@@ -172,7 +192,9 @@ class Coverage:
         devices = _staying(said, ()) if said.event == "hold" else own.devices
         # What a lease is given is a little longer than what was asked for; a hold says how long it waits for its commit.
         duration_s = _for_s(said) - 1.0 if said.event != "hold" else 0.0
-        problems = self._policy.lease_problems(said.tenant, others + devices, (), duration_s, said.time / 1000)
+        known = self._state.kinds
+        kinds = dict.fromkeys(known[u] for group in said.grants or () for u in group.devices if u in known)
+        problems = self._policy.lease_problems(said.tenant, others + devices, kinds, duration_s, said.time / 1000)
         return [f"{said.event} of lease {said.lease} against the site's policy: {problem}" for problem in problems]
 
     def _noted(self, said: LeaseSaid) -> list[str]:

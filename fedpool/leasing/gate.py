@@ -35,7 +35,7 @@ from fedpool.leasing.requests import (
     Transfer,
     Uncordon,
 )
-from fedpool.records import Device, Mandate, Signed, SiteLease
+from fedpool.records import Device, Mandate, Signed, SiteLease, Tenant
 from fedpool.wire.messages import (
     ById,
     CordonWanted,
@@ -46,6 +46,7 @@ from fedpool.wire.messages import (
     LeaseWanted,
     RunAgain,
     RunWanted,
+    TenantNamed,
 )
 
 # A record has to hold it, with what escapes add: entries of a bundle have at most 65,535 bytes.
@@ -62,11 +63,14 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "lease.revoke": LeaseEnding,
     "site.cordon": CordonWanted,
     "site.uncordon": CordonWanted,
+    "tenant.set": Tenant,
+    "tenant.remove": TenantNamed,
     "fed.run": RunWanted,
     "fed.resume": RunAgain,
 }
 GRANTING = ("lease.request", "fed.run", "fed.resume")
 ENDING = ("lease.release", "lease.revoke")
+ABOUT_TENANTS = ("tenant.set", "tenant.remove")
 
 
 def digest(signed: Signed) -> str:
@@ -147,6 +151,20 @@ class Gate:
         sites = opened.payload.sites
         if sites and self.site not in sites:
             raise NotAuthorised(f"a request for {', '.join(sites[:5])}, shown to {self.site}")
+        return opened
+
+    def about_tenant(self, signed: Signed, unix: float) -> Opened[Any]:
+        """What an operator has signed about a tenant. It stands until they sign something else, so its signer's certificate has to
+        hold when it was signed, not now: a site may be told much later.
+
+        Raises:
+            NotAuthorised: nobody with the right to it has, or it was signed in the future.
+        """
+        signed_at = requests.read(signed).time_ms / 1000
+        opened = self.open(signed, ABOUT_TENANTS, min(signed_at, unix + SKEW_S))
+        requests.require_fresh(opened.payload, unix, math.inf)
+        if opened.payload.principal != OPERATOR:
+            raise NotAuthorised(f"{opened.payload.principal} has signed {opened.payload.method}; an operator may")
         return opened
 
     # --- what gives a right

@@ -42,7 +42,7 @@ from fedpool.leasing.tenants import ANY, TenantRecorded, TenantRemoved, Tenants,
 from fedpool.names import NAME, RULE
 from fedpool.placement.capacity import Capacity
 from fedpool.placement.spread import resized
-from fedpool.records import Inventory, Lease, Part, SiteLease, Tenant
+from fedpool.records import Inventory, Lease, Part, Signed, SiteLease, Tenant
 from fedpool.step import Decision
 from fedpool.units import format_duration
 
@@ -62,6 +62,7 @@ class PoolState(msgspec.Struct, frozen=True, tag="pool.state"):
     tenants: tuple[Tenant, ...]
     uses: tuple[Use, ...]
     requests: tuple[RequestKept, ...] = ()
+    signed: dict[str, Signed] = {}
 
 
 class PoolRestarted(msgspec.Struct, frozen=True, tag="pool.restarted"):
@@ -105,12 +106,14 @@ class TenantSet(msgspec.Struct, frozen=True):
     """A tenant as it is to be."""
 
     tenant: Tenant
+    signed: Signed | None = None
 
 
 class TenantDropped(msgspec.Struct, frozen=True):
     """A tenant is to be one no longer."""
 
     name: str
+    signed: Signed | None = None
 
 
 PoolEvent: TypeAlias = Submitted | Adopted | ForLease | PlanWanted | TenantSet | TenantDropped
@@ -170,7 +173,10 @@ class Pool:
     def state(self) -> PoolState:
         """A snapshot: folding it alone gives this state."""
         leases = tuple(gang.recorded for gang in self.gangs.values())
-        return PoolState(leases, tuple(self.tenants.known.values()), self.tenants.uses(), self.requests.state())
+        tenants = self.tenants
+        return PoolState(
+            leases, tuple(tenants.known.values()), tenants.uses(), self.requests.state(), dict(tenants.signed)
+        )
 
     def _restore(self, state: PoolState) -> None:
         for name in list(self.queue.waiting):
@@ -180,6 +186,7 @@ class Pool:
             kept.clear()
         self.tenants.held.clear()
         self.tenants.known = {tenant.name: tenant for tenant in state.tenants}
+        self.tenants.signed = dict(state.signed)
         for lease in state.leases:
             self._put(LeaseRecorded(lease))
         self.requests.restore(state.requests)
@@ -295,9 +302,9 @@ class Pool:
             case PlanWanted():
                 return self._plan(now)
             case TenantSet():
-                return self._tenant_set(event.tenant)
+                return self._tenant_set(event.tenant, event.signed)
             case TenantDropped():
-                return self._tenant_dropped(event.name)
+                return self._tenant_dropped(event.name, event.signed)
 
     def _submitted(self, lease: Lease, now: float) -> PoolDecision:
         demand = lease.demand
@@ -466,7 +473,7 @@ class Pool:
         times += [lease.waits_until for lease in self.queue.waiting.values()]
         return min((time for time in times if now < time < math.inf), default=None)
 
-    def _tenant_set(self, tenant: Tenant) -> PoolDecision:
+    def _tenant_set(self, tenant: Tenant, signed: Signed | None) -> PoolDecision:
         if not NAME.fullmatch(tenant.name):
             raise UsageError(f"tenant {tenant.name!r} is no name: {RULE}")
         if not tenant.weight > 0:
@@ -479,9 +486,9 @@ class Pool:
                 raise NotFound(
                     f"no site has a {quota.kind!r} GPU", nearest(quota.kind, self.capacity.kinds, "ibshell gpu list")
                 )
-        return Decision(entries=(TenantRecorded(tenant),), replies=(tenant,))
+        return Decision(entries=(TenantRecorded(tenant, signed),), replies=(tenant,))
 
-    def _tenant_dropped(self, name: str) -> PoolDecision:
+    def _tenant_dropped(self, name: str, signed: Signed | None) -> PoolDecision:
         if name not in self.tenants.known:
             raise NotFound(f"no tenant {name!r}", nearest(name, self.tenants.known, "ibshell tenant list shows them"))
         live = [g.lease.id for g in self.gangs.values() if g.lease.tenant == name and g.lease.state in life.LIVE]
@@ -489,7 +496,7 @@ class Pool:
             raise Refused(
                 f"tenant {name} has {len(live)} leases: {', '.join(live[:5])}", "release or revoke them first"
             )
-        return Decision(entries=(TenantRemoved(name),), replies=(self.tenants.known[name],))
+        return Decision(entries=(TenantRemoved(name, signed),), replies=(self.tenants.known[name],))
 
     def interrupted(self, now: float) -> list[PoolDecision]:
         """After a restart: what was decided is carried on; who does not wait and was not decided is over."""
@@ -567,7 +574,7 @@ def _shifted(state: PoolState, shift_s: float) -> PoolState:
         for lease in state.leases
     )
     uses = tuple(Use(use.tenant, use.device_s, use.at + shift_s) for use in state.uses)
-    return PoolState(leases, state.tenants, uses)
+    return msgspec.structs.replace(state, leases=leases, uses=uses)
 
 
 def _additions(lease: Lease, event: ResizeAsked) -> list[Part]:

@@ -6,6 +6,7 @@ A record says what has changed, not everything, so that a lease costs its ledger
 from __future__ import annotations
 
 import base64
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,17 +20,19 @@ from fedpool.leasing.entries import CordonChanged, GrantEntry, LeaseChanged, Res
 from fedpool.ledger.records import (
     TEXT_MAX,
     Cordoned,
+    DevicesSaid,
     Granted,
     HubObeyed,
     LeaseDevices,
     LeaseSaid,
+    OfKind,
     Record,
     Refusal,
     Requested,
     SiteStarted,
     Uncordoned,
 )
-from fedpool.records import WHOLE_MILLI, Grant, Signed, SiteLease
+from fedpool.records import WHOLE_MILLI, Device, Grant, Signed, SiteLease
 
 REFUSALS_A_MINUTE = 20
 DEVICES_MAX = 1000  # in one record, so that it stays below what a bundle of entries takes
@@ -99,6 +102,19 @@ def lease_records(
         next_tenant=lease.next_tenant,
     )
     return [said, *(LeaseDevices(lease=lease.id, grants=piece) for piece in pieces[1:])]
+
+
+def devices_said(devices: Iterable[Device]) -> list[DevicesSaid]:
+    """What a site has, as records."""
+    by_kind = sorted((device.kind, device.uuid) for device in devices)
+    lots = [by_kind[at : at + DEVICES_MAX] for at in range(0, len(by_kind), DEVICES_MAX)] or [[]]
+    found = []
+    for number, lot in enumerate(lots):
+        kinds = tuple(
+            OfKind(kind, tuple(uuid for _, uuid in group)) for kind, group in itertools.groupby(lot, lambda one: one[0])
+        )
+        found.append(DevicesSaid(kinds=kinds, continued=number > 0))
+    return found
 
 
 def requested(lease: str, signed: Signed) -> Requested:

@@ -14,7 +14,7 @@ import msgspec
 from fedpool.errors import NotFound, Refused, UsageError
 from fedpool.leasing.demand import nearest, rank
 from fedpool.names import NAME, RULE
-from fedpool.records import PRIORITIES, Lease, Part, Quota, Tenant
+from fedpool.records import PRIORITIES, Lease, Part, Quota, Signed, Tenant
 
 HALF_LIFE_S = 7 * 86400.0
 ANY = "*"
@@ -24,12 +24,14 @@ class TenantRecorded(msgspec.Struct, frozen=True, tag="tenant.recorded"):
     """A tenant as it is from now on."""
 
     tenant: Tenant
+    signed: Signed | None = None
 
 
 class TenantRemoved(msgspec.Struct, frozen=True, tag="tenant.removed"):
     """No longer a tenant."""
 
     name: str
+    signed: Signed | None = None
 
 
 class Use(msgspec.Struct, frozen=True, array_like=True):
@@ -46,19 +48,25 @@ class Tenants:
     Attributes:
         known: {name: tenant}; while it is empty the pool is open to everybody.
         held: {(tenant, kind, site): devices}.
+        signed: {name: what an operator has signed about it last}, also of those who are tenants no longer.
     """
 
     def __init__(self) -> None:
         self.known: dict[str, Tenant] = {}
         self.held: dict[tuple[str, str, str], int] = {}
+        self.signed: dict[str, Signed] = {}
         self._used: dict[str, Use] = {}
 
     def apply(self, entry: TenantRecorded | TenantRemoved) -> None:
         """Fold one durable entry into the state."""
         if isinstance(entry, TenantRecorded):
-            self.known[entry.tenant.name] = entry.tenant
+            name = entry.tenant.name
+            self.known[name] = entry.tenant
         else:
-            self.known.pop(entry.name, None)
+            name = entry.name
+            self.known.pop(name, None)
+        if entry.signed is not None:
+            self.signed[name] = entry.signed
 
     def require(self, name: str, priority: str = "normal") -> Tenant:
         """A tenant that may ask at this priority.

@@ -49,6 +49,11 @@ class Key(msgspec.Struct, frozen=True):
         return f"{self.name}+{self.id.hex()}+{base64.b64encode(bytes([self.kind]) + self.public).decode()}"
 
 
+def key_of(site: str, public: bytes) -> Key:
+    """The key that signs a site's checkpoints; its name is the ledger's origin."""
+    return Key(f"ibshell/{site}/{public.hex()[:16]}", public)
+
+
 class Signature(msgspec.Struct, frozen=True):
     """One line of signature, not checked yet."""
 

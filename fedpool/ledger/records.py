@@ -55,6 +55,25 @@ class SiteStarted(Record, frozen=True, kw_only=True, tag="site.started"):
     authorities: tuple[str, ...] = ()
 
 
+class OfKind(msgspec.Struct, frozen=True):
+    """Devices of one kind, by UUID."""
+
+    kind: str
+    devices: tuple[str, ...]
+
+
+class DevicesSaid(Record, frozen=True, kw_only=True, tag="devices"):
+    """What the site has, when it is not what it had before.
+
+    Attributes:
+        kinds: the devices.
+        continued: whether they come to those of the record before.
+    """
+
+    kinds: tuple[OfKind, ...]
+    continued: bool = False
+
+
 class HubObeyed(Record, frozen=True, kw_only=True, tag="hub.obeyed"):
     """A hub of a new term has connected; none of an earlier one is obeyed any more."""
 
@@ -264,6 +283,7 @@ class LeaseDevices(Record, frozen=True, kw_only=True, tag="lease.devices"):
 AnyRecord: TypeAlias = (
     LedgerOpened
     | SiteStarted
+    | DevicesSaid
     | HubObeyed
     | Cordoned
     | Uncordoned

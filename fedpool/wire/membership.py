@@ -95,6 +95,12 @@ class RosterGiven(msgspec.Struct, frozen=True):
     roster: Signed
 
 
+class TenantsGiven(msgspec.Struct, frozen=True):
+    """tenants.adopt -> Nothing: what operators have signed about tenants."""
+
+    signed: list[Signed]
+
+
 class RosterShown(msgspec.Struct, frozen=True):
     """The latest roster, after those before it without which it would not be believed; empty where there is nothing newer."""
 

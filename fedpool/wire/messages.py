@@ -391,6 +391,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
         certificate_authority: fingerprint of who issued it.
         roster: number of the roster it goes by.
         policy: text of its policy, "" where everything is allowed.
+        tenants: digest of what operators have signed about tenants, as far as it knows.
     """
 
     name: str
@@ -408,6 +409,7 @@ class SiteDescription(msgspec.Struct, frozen=True):
     certificate_authority: str = ""
     roster: int = 0
     policy: str = ""
+    tenants: str = ""
 
 
 class TaskWanted(msgspec.Struct, frozen=True):

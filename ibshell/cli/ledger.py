@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from fedpool.client.connection import Connection
-from fedpool.errors import IbshellError, IntegrityError, NotFound, Refused, StorageFailed, UsageError
-from fedpool.identity.keys import parse_public
-from fedpool.identity.trust import Trust
-from fedpool.leasing.coverage import Coverage
-from fedpool.leasing.recorded import Replay
+from fedpool.errors import IbshellError, IntegrityError, Refused, StorageFailed, UsageError
 from fedpool.leasing.usage import LeaseUse, Outflow, Usage
-from fedpool.ledger import merkle, notes
+from fedpool.ledger import merkle
 from fedpool.ledger.records import decode
-from fedpool.ledger.verification import Finding, Verification, read_checkpoint
+from fedpool.ledger.verification import read_checkpoint
+from fedpool.records import Signed
 from fedpool.units import format_size, parse_duration
 from fedpool.wire.membership import RosterShown, RosterWanted
-from fedpool.wire.messages import Listing, Nothing
 from ibshell import diagnostics, proofs, render, report
 from ibshell.cli import options
-from ibshell.exported import Exported, found_in, write
-from ibshell.ledgers import PAGE, Ledger, seen_by
+from ibshell.exported import write, write_rosters
+from ibshell.ledgers import PAGE, Ledger, site_names
 from ibshell.progress import Bar
 from ibshell.render import Column
-from ibshell.signature_checks import SignatureChecks
+from ibshell.verifying import at_sites, in_files, in_proof
 
 app = typer.Typer(no_args_is_help=True, help="What was done at every site, and whether the sites' ledgers are whole.")
 
@@ -62,17 +58,7 @@ VERIFIED = [
 
 EXPORTED = [Column("SITE", "site"), Column("RECORDS", "records"), Column("FILES", "files"), Column("SIZE", "size")]
 
-Result: TypeAlias = tuple[dict[str, Any], list[Finding]]
 Sites = Annotated[list[str] | None, typer.Option("--site", help="Only this site; may be repeated.")]
-
-
-def _names(connection: Connection, wanted: Sequence[str]) -> list[str]:
-    """The sites to ask."""
-    known = [site["name"] for site in connection.call("site.list", Nothing(), Listing).items]
-    for name in wanted:
-        if name not in known:
-            raise NotFound(f"no site {name!r}", "ibshell site list shows them")
-    return list(wanted) or known
 
 
 def _since_ms(text: str) -> int:
@@ -184,7 +170,7 @@ def log(
         ledgers: list[Ledger] = []
         found: list[dict[str, Any]] = []
         errors: list[dict[str, str]] = []
-        for name in _names(connection, site or ()):
+        for name in site_names(connection, site or ()):
             try:
                 ledger = Ledger(connection, name)
                 found += _last(ledger, wanted, last)
@@ -217,151 +203,6 @@ def _follow(ledgers: Sequence[Ledger], wanted: _Filter, output: str | None) -> N
             render.write(text)
 
 
-def _verified(
-    ledger: Ledger | Exported,
-    others: Mapping[str, Ledger],
-    shown: Mapping[str, bytes],
-    full: bool,
-    bar: Bar,
-    trust: Trust | None,
-) -> Result:
-    """Verify one site's ledger, and compare it with what others have seen of it."""
-    seen = None if full else ledger.seen
-    replay = Replay(seen.replayed if seen else None)
-    with SignatureChecks(lambda: check.size - 1) as signatures:
-        coverage = Coverage(
-            trust.of_the_past() if trust is not None else None, seen.covered if seen else None, signatures
-        )
-        check = Verification(
-            ledger.site,
-            ledger.key,
-            lambda record: [*replay.take(record), *coverage.take(record)],
-            seen.verified if seen else None,
-        )
-        first, cosigners = check.size, _expect(check, ledger, others, shown)
-        for number, data in ledger.records(first, ledger.size):
-            check.take(data)
-            if number % 1000 == 0:
-                bar.at(number, ledger.site)
-        for number, problem in signatures.finish():
-            check.find(problem, number)
-    check.finish(ledger.note)
-    for problem in coverage.finish():
-        check.find(problem)
-    for size, root, said in check.earlier:
-        try:
-            ledger.require_consistent(size, root, check.size, check.root)
-        except IntegrityError:
-            check.find(f"the first {size} records are not {said}: there are two histories")
-    if trust is not None and trust.sites.get(ledger.site, ledger.key.public) != ledger.key.public:
-        check.find("it is signed by another key than the pool's roster names")
-    if not check.faults:
-        ledger.remember(check.state(), replay.state(), coverage.state())
-    row = {
-        "site": ledger.site,
-        "result": "faults" if check.faults else "whole",
-        "records": check.size,
-        "new": check.size - first,
-        "leases": replay.leases,
-        "signatures": coverage.requests,
-        "root": check.root.hex()[:16],
-        "witnesses": f"{len(cosigners)} of {len(others)}" if others else None,
-        "faults": check.faults,
-        "unknown": check.unknown,
-        "key": ledger.key.line(),
-    }
-    return row, check.findings
-
-
-def _expect(
-    check: Verification, ledger: Ledger | Exported, others: Mapping[str, Ledger], shown: Mapping[str, bytes]
-) -> list[str]:
-    """What was verified here before, what the site showed to others, what they cosigned; returns who has cosigned."""
-    if ledger.seen is not None:
-        before = ledger.seen.verified
-        check.expect(before.size, merkle.Frontier(before.size, before.peaks).root(), "verified here before")
-    for name, note in shown.items():
-        checkpoint = read_checkpoint(note, ledger.key)
-        check.expect(checkpoint.size, checkpoint.root, f"signed and shown to {name}")
-    if not ledger.witnessed:
-        return []
-    checkpoint = read_checkpoint(ledger.witnessed, ledger.key)
-    check.expect(checkpoint.size, checkpoint.root, "signed and witnessed")
-    keys = [proofs.witness_key(other.key) for other in others.values()]
-    return list(notes.signers(notes.decode(ledger.witnessed), keys))
-
-
-def _unverified(name: str, error: IbshellError) -> Result:
-    return {"site": name, "result": "unverified", "faults": 1}, [Finding(name, None, error.message)]
-
-
-def _files(path: Path, key: str) -> Iterator[Result]:
-    for directory in found_in(path):
-        with Bar("verifying") as bar:
-            try:
-                ledger = Exported(directory, key)
-                bar.total = ledger.size
-                yield _verified(ledger, {}, {}, True, bar, None)
-            except IbshellError as error:
-                yield _unverified(str(directory), error)
-
-
-def _proof(path: Path, key: str, authority: str) -> Iterator[Result]:
-    """What `prove` wrote."""
-    found = proofs.read(path)
-    trust = proofs.trust_of(found, parse_public(authority, "--authority")) if authority else None
-    if not found.ledgers:
-        yield _unverified(str(path), IntegrityError(f"{path} proves nothing"))
-    for part in found.ledgers:
-        size, witnesses, findings = proofs.check(part, found, trust)
-        if key and part.key != key:
-            findings.append(Finding(part.site, None, f"it is signed by {part.key}, not by --key"))
-        row = {
-            "site": part.site,
-            "result": "faults" if findings else "whole",
-            "records": len(part.records),
-            "of": size,
-            "about": found.about,
-            "witnesses": len(witnesses),
-            "faults": len(findings),
-            "key": part.key,
-        }
-        yield row, findings
-
-
-def _asked(connection: Connection, wanted: Sequence[str], full: bool) -> Iterator[Result]:
-    """All sites are asked what they have seen of those that are verified."""
-    ledgers: dict[str, Ledger] = {}
-    errors: dict[str, IbshellError] = {}
-    seen: dict[str, dict[str, bytes]] = {}
-    names = _names(connection, ())
-    trust = None
-    if connection.signer is not None:
-        connection.signer.refresh(connection)
-        trust = connection.signer.trust()
-    for name in names:
-        try:
-            seen[name] = seen_by(connection, name)
-        except IbshellError as error:
-            errors[name] = error
-    for name in seen:  # after what others have seen of it: it is no shorter
-        try:
-            ledgers[name] = Ledger(connection, name)
-        except IbshellError as error:
-            errors[name] = error
-    for name in wanted or names:
-        if name in errors:
-            yield _unverified(name, errors[name])
-            continue
-        with Bar("verifying", ledgers[name].size) as bar:
-            try:
-                others = {other: one for other, one in ledgers.items() if other != name}
-                shown = {other: known[name] for other, known in seen.items() if name in known}
-                yield _verified(ledgers[name], others, shown, full, bar, trust)
-            except IbshellError as error:
-                yield _unverified(name, error)
-
-
 @app.command()
 def verify(
     path: Annotated[
@@ -371,7 +212,7 @@ def verify(
     full: Annotated[bool, typer.Option("--full", help="From the first record, not only what is new here.")] = False,
     key: Annotated[str, typer.Option("--key", help="The key that must have signed it: NAME+ID+BASE64.")] = "",
     authority: Annotated[
-        str, typer.Option("--authority", help="Public key of the pool's authority, for what prove wrote.")
+        str, typer.Option("--authority", help="Public key of the pool's authority, for files that are verified.")
     ] = "",
     output: options.Output = None,
 ) -> None:
@@ -387,12 +228,12 @@ def verify(
     if path is not None:
         if site:
             raise UsageError("--site with files", "name the site's directory")
-        results = list(_proof(path, key, authority) if path.is_file() else _files(path, key))
+        results = (in_proof if path.is_file() else in_files)(path, key, authority)
     else:
         if key or authority:
             raise UsageError("--key or --authority without files", "keys of sites that are asked are remembered")
         with options.hub() as connection:
-            results = list(_asked(connection, _names(connection, site) if site else (), full))
+            results = at_sites(connection, site_names(connection, site) if site else (), full)
     findings = [finding for _, found in results for finding in found]
     answer = {
         "items": [row for row, _ in results],
@@ -423,16 +264,14 @@ def prove(
     Example: ibshell ledger prove 7f3a91c2 && ibshell ledger verify 7f3a91c2.proof.json --authority "ssh-ed25519 AAAA…"
     """
     with options.hub() as connection:
-        ledgers = {name: Ledger(connection, name) for name in _names(connection, ())}
+        ledgers = {name: Ledger(connection, name) for name in site_names(connection, ())}
         about, found = proofs.concerned(ledgers, what)
         _await_witnesses([ledgers[name] for name in found], {name: max(records) for name, records in found.items()})
         parts = [
             proofs.part_of(ledgers[name], records, [other for other in ledgers.values() if other.site != name])
             for name, records in found.items()
         ]
-        rosters = []
-        if connection.signer is not None:
-            rosters = connection.call("pool.roster", RosterWanted(0), RosterShown).rosters
+        rosters = _rosters(connection)
     proof = proofs.Proof(proofs.FORMAT, about.lease, parts, about.run, rosters)
     path = file or Path(f"{about.run or about.lease}.proof.json")
     data = msgspec.json.format(msgspec.json.encode(proof), indent=1)
@@ -445,6 +284,13 @@ def prove(
         raise StorageFailed(f"{path} cannot be written: {error.strerror}", "name another place with --file") from None
     count = sum(len(part.records) for part in parts)
     render.write(f"{path}: {count} records of {len(parts)} sites about {proof.about}\n")
+
+
+def _rosters(connection: Connection) -> list[Signed]:
+    """What the pool's authorities have signed about who belongs to it; none where there are no authorities."""
+    if connection.signer is None:
+        return []
+    return connection.call("pool.roster", RosterWanted(0), RosterShown).rosters
 
 
 def _await_witnesses(ledgers: Sequence[Ledger], last: Mapping[str, int]) -> None:
@@ -472,12 +318,18 @@ def export(
     """
     items: list[dict[str, Any]] = []
     with options.hub() as connection:
-        for name in _names(connection, site or ()):
+        names = site_names(connection, site or ())
+        everybody = {name: Ledger(connection, name) for name in dict.fromkeys((*names, *site_names(connection, ())))}
+        ledgers = [everybody[name] for name in names]
+        if len(everybody) > 1:
+            _await_witnesses(ledgers, {ledger.site: ledger.size - 1 for ledger in ledgers})
+        write_rosters(directory, _rosters(connection))
+        for ledger in ledgers:
+            others = [proofs.witness_key(other.key) for other in everybody.values() if other is not ledger]
             with Bar("writing") as bar:
-                ledger = Ledger(connection, name)
-                bar.total = ledger.size
-                files, size = write(ledger, directory, bar)
-            items.append({"site": name, "records": ledger.size, "files": files, "size": format_size(size)})
+                written = write(ledger, directory, others, bar)
+            size = format_size(written.size)
+            items.append({"site": ledger.site, "records": written.records, "files": written.files, "size": size})
     answer = {"items": items, "errors": [], "as_of": {}}
     render.write(render.listing(answer, EXPORTED, "site", output, render.on_terminal()))
 
@@ -503,7 +355,7 @@ def report_(
     left: dict[str, list[Outflow]] = {}
     ledgers: list[dict[str, Any]] = []
     with options.hub() as connection:
-        for name in _names(connection, site or ()):
+        for name in site_names(connection, site or ()):
             usage = Usage(since_ms, until_ms)
             try:
                 ledger = Ledger(connection, name)

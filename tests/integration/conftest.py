@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,9 +16,12 @@ from integration.etcd_cluster import Cluster
 from safetensors.numpy import save_file
 
 from fedpool.client.acting import act
+from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError
+from fedpool.identity.keys import fingerprint
 from fedpool.leasing.roles import MAY
 from fedpool.sim.scenario import SimulatedSite
+from fedpool.transport.identity import Identity
 from fedpool.wire.messages import Listing, Nothing
 from ibshell.pool import LocalPool
 
@@ -106,6 +110,41 @@ class Pool(LocalPool):
             cwd=self.work,
             env=self.environment,
         )
+
+    def agent(self, *words):
+        """A process of ibshell-agent's, where no pool is made in advance."""
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "agent.main", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.work,
+            env=self.environment,
+        )
+
+    def asks(self, name):
+        """Wait until somebody asks to join; how the operator sees them."""
+        return self.until(lambda: [row for row in self.json("pool", "joins")["items"] if row["name"] == name])
+
+    def joined(self, name, *words):
+        """Let a new site join; returns its token, which is worth nothing any more."""
+        token = self.cli("site", "invite", name).stdout.strip()
+        joining = self.agent("join", token, "--state", name, *words)
+        [row] = self.asks(name)
+        assert row["token"] == "right"
+        self.cli("site", "approve", name)
+        out, err = joining.communicate(timeout=30)
+        assert joining.returncode == 0, err
+        assert "joined; start the agent: ibshell-agent site --config" in out
+        assert fingerprint(Identity.load(self.work / name / "identity").public) in err, "people compare fingerprints"
+        return token
+
+    def bridge(self, site):
+        """A control channel to a site, as the hub has it where `ibshell-agent stdio` opens it."""
+        sock = socket.socket(socket.AF_UNIX)
+        self.until(lambda: sock.connect_ex(str(self.sockets / f"{site}.sock")) == 0)
+        sock.sendall(b"fedpool\n")
+        return Connection(sock, "hub", "hub", "the site")
 
     def plan(self, config=None, **changes):
         """Write a plan, its program and its initial parameters; returns the plan's path."""

@@ -315,7 +315,7 @@ def test_a_lease_is_proved_to_somebody_without_a_hub(pool, tmp_path):
         _, _, findings = proofs.check(read.ledgers[0], read, None)
         assert findings and says in findings[0].problem
     # With the authority it is known whose keys they are, who has to have witnessed it, and who had asked.
-    trust = proofs.trust_of(msgspec.convert(proof, proofs.Proof), parse_public(authority, "it"))
+    trust = proofs.trust_of(msgspec.convert(proof, proofs.Proof).rosters, parse_public(authority, "it"))
     for change, says in (
         (lambda site: site["records"].pop(0), "had signed no request for it"),
         (lambda site: site.update(witnesses=[]), "0 sites have witnessed it; 2 are needed"),
@@ -452,6 +452,29 @@ def test_whatever_is_changed_in_a_file_both_find_it(exported, tmp_path):
             check.finish(ledger.note)
             if check.findings:
                 raise IntegrityError(check.findings[0].problem)
+
+
+def test_an_export_is_sealed_by_its_witnesses_and_verified_by_the_authority_alone(exported, tmp_path):
+    pool, directory, _ = exported
+    authority = (pool.authority / "identity.pub").read_text().strip()
+
+    def verified(where, authority, status=0):
+        done = pool.cli("ledger", "verify", str(where), "--authority", authority, "-o", "json", status=status)
+        return json.loads(done.stdout)
+
+    rows = verified(directory, authority)["items"]
+    assert {(row["result"], row["witnesses"]) for row in rows} == {("whole", "1 of 1")}
+    assert all(row["signatures"] for row in rows), "who signed what is checked too"
+    stranger = public_line(Identity.create(tmp_path / "stranger" / "identity").public)
+    assert "no roster in it is signed by the authority" in str(verified(directory, stranger, 9)["findings"])
+    clone = tmp_path / "clone"
+    shutil.copytree(directory, clone)
+    note = (clone / "site-01" / "checkpoint").read_text().splitlines(keepends=True)
+    (clone / "site-01" / "checkpoint").write_text("".join(note[:-1]))
+    (clone / "site-01" / "witnesses").unlink()
+    assert (
+        verified(clone / "site-01", authority, 9)["findings"][0]["problem"] == "0 sites have witnessed it; 1 are needed"
+    )
 
 
 def test_a_broken_export_is_said(exported, tmp_path):

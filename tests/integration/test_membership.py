@@ -13,7 +13,7 @@ import pytest
 from fedpool.client.joining import accept
 from fedpool.errors import IbshellError, NotAuthorised
 from fedpool.identity import certificates, requests, roster, tokens
-from fedpool.identity.keys import fingerprint, parse_public, public_line
+from fedpool.identity.keys import parse_public, public_line
 from fedpool.records import Signed
 from fedpool.transport.identity import Identity
 from fedpool.wire.membership import JoinState
@@ -24,35 +24,6 @@ from ibshell.operator import Operator
 from ibshell.pool import free_ports
 
 pytestmark = pytest.mark.integration
-
-
-def agent(pool, *words):
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "agent.main", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=pool.work,
-        env=pool.environment,
-    )
-
-
-def asks(pool, name):
-    return pool.until(lambda: [row for row in pool.json("pool", "joins")["items"] if row["name"] == name])
-
-
-def joined(pool, name, *words):
-    """A site that joins; returns its agent's process."""
-    token = pool.cli("site", "invite", name).stdout.strip()
-    joining = agent(pool, "join", token, "--state", name, *words)
-    [row] = asks(pool, name)
-    assert row["token"] == "right"
-    pool.cli("site", "approve", name)
-    out, err = joining.communicate(timeout=30)
-    assert joining.returncode == 0, err
-    assert "joined; start the agent: ibshell-agent site --config" in out
-    assert fingerprint(Identity.load(pool.work / name / "identity").public) in err, "people compare fingerprints"
-    return token
 
 
 @pytest.fixture
@@ -100,10 +71,10 @@ def person_joins(pool, name, *words):
 def test_sites_join_with_two_lines_and_take_part(make_pool, running):
     """One dials out, the other is dialled."""
     pool = make_pool(2, sites_a_process=2)
-    token = joined(pool, "zurich-7")
-    joined(pool, "basel-8", "--listen", f"127.0.0.1:{free_ports(1)[0]}")
+    token = pool.joined("zurich-7")
+    pool.joined("basel-8", "--listen", f"127.0.0.1:{free_ports(1)[0]}")
     for name in ("zurich-7", "basel-8"):
-        running.append(agent(pool, "site", "--config", str(pool.work / name / "site.toml")))
+        running.append(pool.agent("site", "--config", str(pool.work / name / "site.toml")))
     pool.until(lambda: {"zurich-7", "basel-8"} <= pool.sites_up())
     lease = pool.json("lease", "request", "-t", "a", "-g", "8", "--sites", "4")
     assert {part["site"] for part in lease["parts"]} == {"site-01", "site-02", "basel-8", "zurich-7"}
@@ -118,7 +89,7 @@ def test_sites_join_with_two_lines_and_take_part(make_pool, running):
     pool.stop("hub")
     pool.start("hub")
     pool.until(lambda: len(up(pool)) == 4)
-    again = agent(pool, "join", token, "--state", "other")
+    again = pool.agent("join", token, "--state", "other")
     _, err = again.communicate(timeout=30)
     assert again.returncode == 4 and "no such invitation: it was used" in err
     pool.cli("site", "remove", "zurich-7", "--yes")
@@ -136,8 +107,8 @@ def test_a_site_that_lost_its_database_joins_again_and_begins_a_new_ledger(make_
         return rows["zurich-7"]["key"] if witnessed else None
 
     def begin():
-        joined(pool, "zurich-7")
-        running.append(agent(pool, "site", "--config", str(pool.work / "zurich-7" / "site.toml")))
+        pool.joined("zurich-7")
+        running.append(pool.agent("site", "--config", str(pool.work / "zurich-7" / "site.toml")))
         pool.until(lambda: "zurich-7" in pool.sites_up())
         pool.cli("lease", "request", "-t", "a", "-g", "2", "--site", "zurich-7")
         return pool.until(whole)
@@ -158,20 +129,20 @@ def test_a_wrong_authority_or_another_s_token_stops_the_join(pool):
     line = pool.cli("site", "invite", "basel").stdout.strip()
     token = tokens.parse(line)
     wrong = msgspec.structs.replace(token, authority=bytes(range(32)))
-    stopped = agent(pool, "join", wrong.line(), "--state", "basel")
+    stopped = pool.agent("join", wrong.line(), "--state", "basel")
     _, err = stopped.communicate(timeout=30)
     assert stopped.returncode == 4 and "is of an authority that is not this pool's" in err
     # Somebody who has seen the number of the invitation, but not its secret.
     thief = msgspec.structs.replace(token, secret=bytes(16))
-    stealing = agent(pool, "join", thief.line(), "--state", "thief")
-    [row] = asks(pool, "basel")
+    stealing = pool.agent("join", thief.line(), "--state", "thief")
+    [row] = pool.asks("basel")
     assert row["token"] == "WRONG"
     refused = pool.cli("site", "approve", "basel", status=4)
     assert "does not have the token" in refused.stderr
     stealing.kill()
     stealing.communicate()
     # Two who both have it: the operator learns that it has leaked.
-    both = [agent(pool, "join", line, "--state", name) for name in ("one", "two")]
+    both = [pool.agent("join", line, "--state", name) for name in ("one", "two")]
     pool.until(lambda: len(pool.json("pool", "joins")["items"]) == 3)
     refused = pool.cli("site", "approve", "basel", status=4)
     assert "2 keys ask to join as 'basel' with one token" in refused.stderr
@@ -487,7 +458,7 @@ def test_a_forged_request_is_refused_by_the_site_and_stands_in_its_ledger(make_p
         stranger.signing, certificates.USER, stranger.public, ("tenant/oncology",), "x", 1, (0, 1 << 40)
     )
     shape = Shape(kinds=("h100",))
-    with bridged(path) as hub:
+    with pool.bridge("site") as hub:
         for signed in (None, requests.sign(stranger.signing, made_up, payload)):
             with pytest.raises(NotAuthorised):
                 hub.call("lease.hold", Hold("00000001", "oncology", 1, 10.0, 1, shape, 60.0, 1, signed), SiteLease)
@@ -497,15 +468,3 @@ def test_a_forged_request_is_refused_by_the_site_and_stands_in_its_ledger(make_p
     assert [row["said"]["lease"] for row in refusals] == ["00000001", "00000001"]
     assert "without a signed request" in refusals[0]["what"] and "not this pool's" in refusals[1]["what"]
     assert pool.json("status")["gpus_free"] == 2
-
-
-def bridged(path):
-    """A control channel to a site, as `ibshell-agent stdio` opens it."""
-    import socket
-
-    from fedpool.client.connection import Connection
-
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(str(path))
-    sock.sendall(b"fedpool\n")
-    return Connection(sock, "hub", "hub", "the site")

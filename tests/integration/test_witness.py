@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent import clock
-from agent.ledger import SiteLedger, key_of
+from agent.ledger import SiteLedger
 from agent.store import open_store
 from agent.witness import SNAPSHOT_EVERY, Witness
 from fedpool.errors import IntegrityError, NotAuthorised
@@ -87,7 +87,7 @@ def test_a_ledger_that_goes_on_is_cosigned(parties):
             note = notes.decode((await north.ledger.head()).note).signed(notes.parse_signature(second.line))
             await north.ledger.witnessed(note.encode())
             head = await north.ledger.head()
-            key = key_of("south", south.ledger.key.public)
+            key = notes.key_of("south", south.ledger.key.public)
             witness = notes.Key(key.name, key.public, notes.COSIGNATURE)
             [time_s] = notes.signers(notes.decode(head.witnessed), [witness]).values()
             assert abs(time_s - time.time()) < 60
@@ -178,7 +178,9 @@ def test_what_a_witness_keeps_does_not_grow(parties, tmp_path):
                 old = (await north.ask(south, old)).size
         async with parties("south") as south:
             assert (
-                read_checkpoint(south.witness.seen().notes["north"], key_of("north", north.ledger.key.public)).size
+                read_checkpoint(
+                    south.witness.seen().notes["north"], notes.key_of("north", north.ledger.key.public)
+                ).size
                 == old
             )
         with sqlite3.connect(tmp_path / "south" / "site.db") as db:

@@ -50,7 +50,7 @@ def opened(path):
     identity = Identity.load(key) if key.exists() else Identity.create(key)
     store = SqliteStore(path)
     ledger = SiteLedger("zurich", identity, store, clock, {}, lambda size: None)
-    rules = HouseRules("zurich", None, lambda *_: None, None)
+    rules = HouseRules("zurich", None, lambda *_: None, None, None)
     leases = SiteLeases("zurich", inventory, None, store, lambda *_: None, clock, NoPrograms(), ledger, None, rules)
     return leases, store, ledger
 
