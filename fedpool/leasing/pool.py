@@ -46,7 +46,7 @@ from fedpool.records import Inventory, Lease, Part, Signed, SiteLease, Tenant
 from fedpool.step import Decision
 from fedpool.units import format_duration
 
-RETRY_S = 1.0  # after a site has refused; doubling
+RETRY_S = 0.125  # after a site has refused, twice that and then doubling
 RETRY_LAST_S = 30.0
 
 # A lease that is over is listed so long, and at most so many of them, with at most so many parts in all.
@@ -268,6 +268,7 @@ class Pool:
         for lease_id in [lease_id for lease_id, parts in self._placing.items() if any(p.site == name for p in parts)]:
             self.capacity.settle(lease_id, name)
         self.capacity.refresh(name)
+        self.queue.rested()
         self.queue.mark()
 
     def site_lost(self, name: str) -> None:
@@ -355,8 +356,8 @@ class Pool:
             and lease_id not in self.queue.waiting
             and not any(e.lease.state == "aborted" for e in decision.entries)
         ):
-            self.queue.waiting[lease_id] = gang.lease  # looked at again with the next change, or in a moment
             wake_at = now + min(RETRY_LAST_S, RETRY_S * 2.0 ** min(gang.failures, 10))
+            self.queue.rest(gang.lease, wake_at)
         return Decision(decision.entries, decision.replies, decision.effects, wake_at)
 
     def share(self, lease: Lease, gpus: int) -> dict[str, int]:
@@ -470,7 +471,7 @@ class Pool:
     def _wake(self, now: float) -> float | None:
         """When time alone may change something for those that wait."""
         times = [lease.demand.not_before for lease in self.queue.waiting.values() if lease.demand.not_before > now]
-        times += [lease.waits_until for lease in self.queue.waiting.values()]
+        times += [*(lease.waits_until for lease in self.queue.waiting.values()), *self.queue.due()]
         return min((time for time in times if now < time < math.inf), default=None)
 
     def _tenant_set(self, tenant: Tenant, signed: Signed | None) -> PoolDecision:

@@ -99,6 +99,7 @@ class Queue:
         self._changed: set[str] = set()  # kinds; ANY for all
         self._quota_only: set[str] = set()  # waiting requests that only their quota is in the way of
         self._shares: dict[str, float] = {}
+        self._rests: dict[str, float] = {}  # {request that a site has refused: when it is tried again}
         self._first: set[int] = set()  # kinds whose first waiting request has had its promise in this plan
 
     # --- what changed
@@ -113,9 +114,26 @@ class Queue:
         if self.waiting.pop(lease_id, None) is not None:
             self._new.discard(lease_id)
             self._quota_only.discard(lease_id)
+            self._rests.pop(lease_id, None)
             for promise in self.timeline.promises:
                 if promise.lease == lease_id:  # what was kept for it is there for those behind
                     self.mark(self.capacity.kinds[promise.column])
+
+    def rest(self, lease: Lease, until: float) -> None:
+        """A request waits again that a site has refused for a reason that the hub cannot see: it is not tried before that time.
+
+        What other sites give back for it, or for another, is no reason to try.
+        """
+        self.waiting[lease.id] = lease
+        self._rests[lease.id] = until
+
+    def rested(self) -> None:
+        """A site has said anew what it has and allows: what was refused may be tried again."""
+        self._rests.clear()
+
+    def due(self) -> Iterator[float]:
+        """When requests that rest are to be tried again."""
+        return iter(self._rests.values())
 
     def mark(self, kind: str = ANY) -> None:
         """Devices of a kind came free, or everything is to be looked at anew."""
@@ -147,6 +165,10 @@ class Queue:
         for lease in self._order(now):
             if lease.demand.not_before > now:
                 if lease.id in new:
+                    plan.unplaced.append(lease.id)
+                continue
+            if self._rests.get(lease.id, now) > now:
+                if now >= lease.waits_until:
                     plan.unplaced.append(lease.id)
                 continue
             if nothing_free and lease.id not in new and len(self._first) == len(self.capacity.kinds):

@@ -8,6 +8,7 @@ from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.entries import GrantEntry, LeaseChanged, LeasesForgotten, SiteState
 from fedpool.leasing.gang import LeaseRecorded
 from fedpool.leasing.grants import SiteGrants
+from fedpool.leasing.holdings import Holdings, over_limits
 from fedpool.leasing.pool import Pool, PoolEntry, PoolState
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger.merkle import Frontier, leaf_hash
@@ -191,15 +192,18 @@ def site_ledger_says_the_same(site):
     records = [row.body for row in rows if row.stream == RECORDS]
     signatures = site.world.signatures
     coverage = Coverage(signatures.trust() if signatures is not None else None)
-    replay, time, said = Replay(), 0, []
+    replay, holdings, time, said = Replay(), Holdings(), 0, []
     for number, body in enumerate(records):
         record = decode(body)
         found = [*replay.take(record), *coverage.take(record)]
         if found or record.time < time:
             raise Broken(f"record {number} of {site.name}'s ledger is wrong: {found or 'it goes back in time'}: {body}")
         time = record.time
+        holdings.take(number, record)
         if isinstance(record, LeaseSaid):
             said.append((record.lease, record.version, record.state))
+    if over := over_limits({site.name: holdings}):
+        raise Broken(f"{site.name}'s ledger: {over}")
     if coverage.finish():
         raise Broken(f"{site.name}'s ledger: {coverage.finish()}")
     entries = [_SITE.decode(row.body) for row in rows if row.stream == "leases"]

@@ -1,5 +1,6 @@
 """A world of one hub, its sites and its clients, what goes wrong in it, and what must hold all the same."""
 
+import asyncio
 import functools
 import hashlib
 import logging
@@ -15,13 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent import journal
 from agent.config import HubConfig, SiteConfig, SiteEntry
+from fedpool.errors import IbshellError
 from fedpool.identity import certificates, requests
 from fedpool.identity.keys import public_line
 from fedpool.identity.trust import Trust
-from fedpool.leasing.pool import TenantSet
 from fedpool.records import Quota, Tenant
 from fedpool.sim.scenario import SimulatedSite
 from fedpool.transport.identity import Identity
+from fedpool.wire.messages import TenantView
 from simulation.audit import (
     Broken,
     HubAudit,
@@ -38,6 +40,7 @@ FAULTS_S = 60.0
 SIGNED_EVERY = 2  # every second world: requests are signed and sites believe no hub
 HEALED_S = 400
 LOOK_S = 10  # once all is well: how often it is asked whether the hub knows what the sites have
+TRIES_MAX = 60
 TOLD_S = 5.0  # after so long it does
 SITES = (SimulatedSite("north", 1, 1, 2), SimulatedSite("south", 1, 2, 2), SimulatedSite("west", 1, 1, 3))
 
@@ -240,17 +243,22 @@ class World:
         self.loop.outside(FAULTS_S + 1.0, self.heal)
 
     def introduce(self):
-        """Tenants, before anything goes wrong; then the clients begin."""
+        """Tenants; then the clients begin."""
 
         async def tenants():
             for number in range(3):
                 name = f"tenant-{number}"
                 quotas = (Quota("*", "*", 2, self.limits.get(name)),) if self.limits else ()
-                await self.hub.service.gangs.put(TenantSet(Tenant(name, quotas=quotas)))
+                while True:
+                    try:
+                        await self.clients[0].call("tenant.set", Tenant(name, quotas=quotas), TenantView)
+                        break
+                    except IbshellError:  # a disk may be full already
+                        await asyncio.sleep(1.0)
             for client in self.clients:
                 client.start()
 
-        self.hub.process.spawn(tenants())
+        self.clients[0].process.spawn(tenants())
 
     def strike(self, fault):
         self.say("nemesis", str(fault))
@@ -338,6 +346,10 @@ class World:
         for lease in self.hub_audit.leases.values():
             if lease.state not in FINAL:
                 raise Broken(f"{lease.id} is still {lease.state} at the hub: {lease.reason}")
+            if lease.attempt & 0xFFFFF > TRIES_MAX:
+                raise Broken(
+                    f"{lease.id} was tried {lease.attempt & 0xFFFFF} times: a site that refuses is asked ever more seldom"
+                )
         for site in self.sites.values():
             for lease in site.audit.leases.values():
                 if lease.occupies:

@@ -1,17 +1,19 @@
 """The hub's side of leasing, against the sites' real machines in one thread: gangs, quotas, order, backfill, preemption."""
 
+import itertools
 import random
 
 import pytest
 from unit.pool_world import HOUR, World
 
-from fedpool.errors import IbshellError, NotFound, Refused, StaleToken, Unreachable, UsageError
+from fedpool.errors import Forbidden, IbshellError, NotFound, Refused, StaleToken, Unreachable, UsageError
 from fedpool.leasing.gang import EndAsked, PartFailed, Renewed, Reported, ResizeAsked, surely_over
 from fedpool.leasing.grants import SiteLimits
-from fedpool.leasing.pool import ForLease, PlanWanted, Pool, TenantSet
-from fedpool.leasing.requests import Cordon, Renew, Tick, Uncordon
+from fedpool.leasing.kept import RequestKept
+from fedpool.leasing.pool import ForLease, PlanWanted, Pool, PoolRestarted, TenantSet
+from fedpool.leasing.requests import Cordon, Hold, Renew, Tick, Uncordon
 from fedpool.placement.spread import resized
-from fedpool.records import Quota, Shape, Tenant
+from fedpool.records import Quota, Shape, Signed, Tenant
 
 
 def test_a_gang_is_active_at_all_its_sites_or_at_none():
@@ -360,21 +362,52 @@ def test_what_a_site_will_not_have_waits_with_its_reason_and_not_for_ever():
     says = "2h at s0, whose policy allows 1h"
     assert world.hub.why(world.lease(patient), world.now) == says
     waits = []
-    for _ in range(8):
+    for _ in range(20):
+        world.now = min(world.hub.queue.due())
         world.hub.queue.mark()
-        decision = world.hub.step(PlanWanted(), world.now)
-        world.asks += decision.effects
+        world.put(PlanWanted())
         while world.asks:
             ask = world.asks.pop()
             with pytest.raises(Refused) as refused:
                 world.at_site("s0", ask.what)
             failed = world.hub.step(ForLease(ask.lease, PartFailed("s0", ask.what, refused.value)), world.now)
+            for entry in failed.entries:
+                world.hub.apply(entry)
             if ask.lease == patient:
                 waits.append(failed.wake_at - world.now)
     assert waits == sorted(waits) and waits[-1] == 30.0
-    world.pass_time(120)
     assert world.state(other) == "aborted" and world.lease(other).reason == says
     assert world.state(patient) == "queued" and world.held() == 0
+
+
+def test_a_gang_that_one_site_refuses_is_not_held_at_the_others_and_given_up_all_the_time():
+    """Found by the simulation: what the others gave back was a change, and it was tried again with every change."""
+    world = World(sites=3)
+    obeys, tries = world.at_site, []
+
+    def at_site(name, event):
+        if name == "s1" and isinstance(event, Hold):
+            tries.append(world.now)
+            raise Forbidden("the policy of s1 says no")
+        return obeys(name, event)
+
+    world.at_site = at_site
+    gang = world.ask(12)
+    for _ in range(900):
+        world.now += 0.1
+        world.hub.queue.mark()
+        world.settle()
+    assert world.state(gang) == "queued" and world.held() == 0
+    gaps = [later - before for before, later in itertools.pairwise(tries)]
+    assert len(tries) == 9 and gaps == sorted(gaps) and gaps[0] < 1 and gaps[-1] > 20
+    small = world.ask(4, "b", site_names=("s0",))
+    assert world.state(small) == "active", "it is in nobody's way meanwhile"
+    world.at_site = obeys
+    world.end(small)
+    assert world.state(gang) == "queued"
+    world.describe("s1")  # its policy has changed
+    world.settle()
+    assert world.state(gang) == "active"
 
 
 def test_a_lease_that_a_site_has_seen_end_is_not_placed_again():
@@ -393,3 +426,17 @@ def test_a_lease_that_a_site_has_seen_end_is_not_placed_again():
     assert (
         world.state(lease) == "aborted" and "is released at s0: it cannot be placed again" in world.lease(lease).reason
     )
+
+
+def test_a_reboot_of_the_hub_s_machine_shifts_times_and_nothing_else():
+    """What was signed stays: sites would obey nothing more about leases that live."""
+    world = World(sites=1)
+    signed, quotas = Signed(b"what an operator signed", b""), (Quota("*", "*", 1, 4),)
+    world.put(TenantSet(Tenant("a", quotas=quotas), signed))
+    lease = world.ask(2)
+    world.hub.apply(RequestKept(lease, "grant", Signed(b"what a was asked for", b"")))
+    before = world.hub.state()
+    world.hub.apply(PoolRestarted(-900.0))
+    after = world.hub.state()
+    assert (after.requests, after.signed, after.tenants) == (before.requests, {"a": signed}, before.tenants)
+    assert after.leases[0].deadline == before.leases[0].deadline - 900.0
