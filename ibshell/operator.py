@@ -45,11 +45,9 @@ from fedpool.wire.membership import (
 from fedpool.wire.messages import Nothing
 from ibshell.authority import Authority
 
-SITE_S = 24 * 3600.0  # how long certificates hold; they are renewed at half of it
+SITE_S = HUB_S = 24 * 3600.0  # how long certificates hold; they are renewed at half of it
 PERSON_S = 12 * 3600.0
 INVITE_S = 24 * 3600.0
-HUB_S = 365 * 86400.0
-HUB_LEFT_S = 30 * 86400.0
 
 T = TypeVar("T")
 
@@ -331,11 +329,11 @@ class Operator:
         return renewed
 
     def certify_hub(self, directory: Path) -> None:
-        """See that a hub on this machine has certificates of the authority of now that hold for another month."""
+        """See that a hub on this machine has certificates of the authority of now of which more than half is left."""
         identity = Identity.load(directory / "identity")
         for kind in (certificates.USER, certificates.HOST):
             has = identity.certificate(kind)
-            if has is None or has.authority != self.authority.public or has.valid_before < time.time() + HUB_LEFT_S:
+            if has is None or has.authority != self.authority.public or has.valid_before < time.time() + HUB_S / 2:
                 identity.install(self.authority.issue(kind, identity.public, (HUB,), "hub", HUB_S))
 
     # --- another authority

@@ -112,21 +112,21 @@ class LocalPool:
         from fedpool.identity.keys import public_line
         from fedpool.identity.principals import HUB, site_principal
         from fedpool.transport.identity import Identity
-        from ibshell.operator import Operator
+        from ibshell.operator import HUB_S, Operator
 
         shutil.rmtree(self.directory, ignore_errors=True)
         hub = self.directory / "hub"
         vouching, trusted = self._found(authority)
         hub_key = Identity.create(hub / "identity")
-        _certify(vouching, hub_key, USER, HUB)
-        _certify(vouching, hub_key, HOST, HUB)
+        for kind in (USER, HOST):  # what others can join has an operator who renews
+            _certify(vouching, hub_key, kind, HUB, LOCAL_S if sites else HUB_S)
         ports = free_ports(len(sites) + 2)
         listen = listen or f"127.0.0.1:{ports[-2]}"
         listen_sites = listen_sites or f"127.0.0.1:{ports[-1]}"
         keys = {}
         for site in sites:
             key = Identity.create(self.site_directory(site.name) / "identity")
-            _certify(vouching, key, HOST, site_principal(site.name))
+            _certify(vouching, key, HOST, site_principal(site.name), LOCAL_S)
             keys[site.name] = public_line(key.public)
         lines = [
             f"name = {_toml(self.name)}",
@@ -310,11 +310,11 @@ class LocalPool:
         return hub
 
 
-LOCAL_DAYS = 365  # nobody renews what a pool on one machine has
+LOCAL_S = 365 * 86400.0  # nobody renews what a pool on one machine has
 
 
-def _certify(authority: Authority, key: Identity, kind: str, principal: str) -> None:
-    key.install(authority.issue(kind, key.public, (principal,), principal, LOCAL_DAYS * 86400.0))
+def _certify(authority: Authority, key: Identity, kind: str, principal: str, for_s: float) -> None:
+    key.install(authority.issue(kind, key.public, (principal,), principal, for_s))
 
 
 _libc = ctypes.CDLL(None)

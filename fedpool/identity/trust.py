@@ -126,6 +126,20 @@ class Trust:
                 f"{who} is for {roles}, not for {principal}", "ask the pool's operator for an invitation as that"
             )
 
+    def require_host(self, certificate: Certificate, principal: str, now: float) -> None:
+        """Believe a host, as `require`.
+
+        That a site's certificate has ended does not matter to who has a roster that names its key: only so can a pool that was
+        switched off for longer than certificates hold come back and have them renewed. Whose key is denied stays out.
+
+        Raises:
+            NotAuthorised: not so.
+        """
+        name = principal.partition("/")[2]
+        if principal.startswith("site/") and self.sites.get(name) == certificate.public:
+            now = min(now, certificate.valid_before - 1)
+        self.require(certificate, certificates.HOST, principal, now)
+
     def require_not_denied(self, certificate: Certificate) -> None:
         """Believe that a certificate, or its key, has not been revoked.
 

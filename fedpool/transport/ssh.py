@@ -210,7 +210,7 @@ class _PinnedClient(asyncssh.SSHClient):
         try:
             certificate = self._trust.certificate(cert.public_data)
             role = next((role for role in certificate.principals if role in self._roles), next(iter(self._roles), ""))
-            self._trust.require(certificate, HOST, role, time.time())
+            self._trust.require_host(certificate, role, time.time())
         except IbshellError as error:
             self.problem = str(error)
             raise ValueError(error.message) from None

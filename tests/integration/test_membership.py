@@ -14,6 +14,7 @@ from fedpool.client.joining import accept
 from fedpool.errors import IbshellError, NotAuthorised
 from fedpool.identity import certificates, requests, roster, tokens
 from fedpool.identity.keys import parse_public, public_line
+from fedpool.identity.principals import site_principal
 from fedpool.records import Signed
 from fedpool.transport.identity import Identity
 from fedpool.wire.membership import JoinState
@@ -303,6 +304,35 @@ def test_a_site_s_certificate_is_renewed_without_a_restart(make_pool):
     assert renewed.valid_before > short.valid_before + 3600
     assert pool.processes()["site"] == pid
     assert pool.cli("pool", "renew").stdout == ""
+
+
+def test_a_pool_that_was_switched_off_for_longer_than_certificates_hold_comes_back(make_pool):
+    pool = make_pool(2, start=False)  # the hub dials one, the other dials out
+    paths = {site_principal(name): pool.site_directory(name) / "identity" for name in pool.site_names()}
+    hub = pool.directory / "hub" / "identity"
+    signing, now = Identity.load(pool.authority / "identity").signing, int(time.time())
+
+    def end(kind, path, role):
+        key = Identity.load(path)
+        key.install(certificates.issue(signing, kind, key.public, (role,), role, 5, (now - 90_000, now - 10)))
+
+    for role, path in paths.items():
+        end(certificates.HOST, path, role)
+    for kind in (certificates.HOST, certificates.USER):
+        end(kind, hub, "hub")
+    pool.start("hub")
+    for name in pool.site_names():
+        pool.start(name)
+    pool.until(
+        lambda: "expired at" in pool.log("site-01").read_text() and "expired at" in pool.log("site-02").read_text()
+    )
+    assert not pool.sites_up(), "sites do not obey a hub whose certificate has ended"
+    pool.cli("pool", "renew")
+    pool.until(pool.all_up)
+    assert "renewed: site-01" in pool.cli("pool", "renew").stdout
+    assert all(Identity.load(path).certificate(certificates.HOST).valid_before > now + 3600 for path in paths.values())
+    found = Identity.load(hub).certificate(certificates.USER)
+    assert found.valid_before - found.valid_after < 25 * 3600
 
 
 def test_the_authority_changes_with_an_overlap(make_pool):

@@ -15,7 +15,7 @@ from fedpool.wire.messages import LeaseWanted
 NOW = 1_800_000_000.0
 VALID = (int(NOW) - 60, int(NOW) + 3600)
 POOL = "fedhealth@0123456789ab"
-AUTHORITY, KEY = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+AUTHORITY, KEY, OTHER = (Ed25519PrivateKey.generate() for _ in range(3))
 ONCOLOGY = "tenant/oncology"
 
 
@@ -133,6 +133,30 @@ def test_what_is_revoked_is_believed_no_longer(denied):
     believing.denied = denied
     with pytest.raises(NotAuthorised, match="has been revoked"):
         requests.open_(signed(), believing, "lease.request", LeaseWanted, NOW)
+
+
+@pytest.mark.parametrize(
+    ("role", "other_key", "denied", "now", "ok"),
+    [
+        ("site/north", False, False, NOW, True),
+        ("site/north", False, False, VALID[1] + 1e6, True),  # the roster names its key
+        ("site/north", True, False, NOW, True),
+        ("site/north", True, False, VALID[1] + 1, False),
+        ("site/north", False, True, VALID[1] + 1, False),
+        ("site/north", False, False, VALID[0] - 1, False),
+        ("hub", False, False, VALID[1] + 1, False),
+    ],
+)
+def test_a_site_in_the_roster_is_believed_although_its_certificate_has_ended(role, other_key, denied, now, ok):
+    key = OTHER if other_key else KEY
+    found, believes = certificate((role,), certificates.HOST, key), trust()
+    believes.sites["north"] = raw(KEY)
+    believes.denied = Denied(keys=frozenset([fingerprint(raw(key))] if denied else []))
+    if ok:
+        believes.require_host(found, role, now)
+    else:
+        with pytest.raises(NotAuthorised):
+            believes.require_host(found, role, now)
 
 
 def test_every_changed_byte_of_a_request_is_found():
