@@ -1,12 +1,14 @@
 """Configuration files of site and hub: TOML, checked key by key; paths in them are relative to the file."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from fedpool.errors import NotFound, UsageError
+from fedpool.identity.authorities import parse_authority
 from fedpool.identity.keys import parse_public
 from fedpool.identity.trust import Trust
 from fedpool.leasing.grants import SiteLimits
@@ -186,12 +188,12 @@ def trust_of(config: SiteConfig | HubConfig) -> Trust | None:
     """Whom a party believes; None where it believes whoever is connected."""
     if not config.authorities:
         return None
-    return Trust(config.pool, tuple(parse_public(line, "authorities") for line in config.authorities))
+    return Trust(config.pool, tuple(parse_authority(line, "authorities") for line in config.authorities))
 
 
 def _check_trust(toml: TomlText, config: SiteConfig | HubConfig) -> None:
     for line in config.authorities:
-        _check_key(toml, "authorities", line)
+        _check_key(toml, "authorities", line, parse=parse_authority)
     if config.authorities and not config.pool:
         raise toml.wrong("authorities", "pool is missing beside authorities", 'pool = "…": what ibshell pool show says')
 
@@ -201,8 +203,15 @@ def _check_name(toml: TomlText, key: str, name: str, table: str = "", number: in
         raise toml.wrong(key, f"{name!r} is no name: {RULE}", "", table, number)
 
 
-def _check_key(toml: TomlText, key: str, line: str, table: str = "", number: int = 0) -> None:
+def _check_key(
+    toml: TomlText,
+    key: str,
+    line: str,
+    table: str = "",
+    number: int = 0,
+    parse: Callable[[str, str], bytes] = parse_public,
+) -> None:
     try:
-        parse_public(line, key)
+        parse(line, key)
     except UsageError as error:
         raise toml.wrong(key, error.message, error.hint, table, number) from None

@@ -10,7 +10,8 @@ from pathlib import Path
 from fedpool.client.joining import accept, until_decided
 from fedpool.errors import NotAuthorised, Refused, UsageError
 from fedpool.identity import tokens
-from fedpool.identity.keys import fingerprint, public_line
+from fedpool.identity.authorities import authority_fingerprint, authority_line
+from fedpool.identity.keys import fingerprint
 from fedpool.transport import ssh
 from fedpool.transport.identity import Identity
 from fedpool.wire.membership import JoinWanted
@@ -49,7 +50,7 @@ async def join_site(
     path = state / "identity"
     identity = Identity.load(path) if path.exists() else Identity.create(path)
     say(f"this site's key: {fingerprint(identity.public)}")
-    say(f"the pool's authority: {fingerprint(token.authority)}; compare it with what the operator tells you")
+    say(f"the pool's authority: {authority_fingerprint(token.authority)}; compare it with what the operator tells you")
     wanted = JoinWanted(token.invite, name, listen, token.proof(identity.public, name, listen))
     say(f"waiting for the operator: ibshell site approve {name}")
     decided = await until_decided(token, identity, wanted, say)
@@ -63,7 +64,7 @@ async def join_site(
         f"socket = {json.dumps(str((state / 'site.sock').resolve()))}",
         f"listen = {json.dumps(listen)}" if listen else f"hub = {json.dumps(hub)}",
         f"pool = {json.dumps(token.pool)}",
-        f"authorities = {json.dumps([public_line(key) for key in trust.authorities])}",
+        f"authorities = {json.dumps([authority_line(key) for key in trust.authorities])}",
         "",
         "[simulated]",
         f"name = {json.dumps(name)}",

@@ -34,8 +34,9 @@ from fedpool.federation import plan as plans
 from fedpool.federation.messages import Phase, RoundOver, RoundWanted
 from fedpool.federation.plan import Plan
 from fedpool.identity import certificates
+from fedpool.identity.authorities import authority_fingerprint
 from fedpool.identity.certificates import Certificate
-from fedpool.identity.keys import fingerprint, parse_public
+from fedpool.identity.keys import parse_public
 from fedpool.identity.principals import HUB, site_principal
 from fedpool.identity.roster import Roster
 from fedpool.leasing import policy as policies
@@ -391,7 +392,7 @@ class SiteAgent:
             RosterObeyed(
                 number=roster.number,
                 digest=digest,
-                authorities=tuple(fingerprint(authority) for authority in roster.authority_keys()),
+                authorities=tuple(authority_fingerprint(authority) for authority in roster.authority_keys()),
                 denied_serials=roster.denied_serials,
                 denied_keys=roster.denied_keys,
             )
@@ -433,7 +434,7 @@ class SiteAgent:
             cordons=dict(machine.cordons),
             known=known,
             certificate_until=certificate.valid_before if certificate is not None else 0,
-            certificate_authority=fingerprint(certificate.authority) if certificate is not None else "",
+            certificate_authority=authority_fingerprint(certificate.authority) if certificate is not None else "",
             policy=self._rules.text,
             roster=self.identity.trust.number if self.identity.trust is not None else 0,
             tenants=self._tenancy.digest if self._tenancy is not None else "",

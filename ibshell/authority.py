@@ -13,8 +13,9 @@ from pathlib import Path
 
 from fedpool.errors import NotFound
 from fedpool.identity import certificates, roster, sshsig
+from fedpool.identity.authorities import parse_authority
 from fedpool.identity.certificates import Certificate
-from fedpool.identity.keys import key_blob, parse_public, public_line
+from fedpool.identity.keys import public_line
 from fedpool.identity.roster import Roster
 from fedpool.records import Signed
 from fedpool.transport import keygen
@@ -34,7 +35,7 @@ class Authority:
     def __init__(self, directory: Path) -> None:
         self._public_path = directory / "identity.pub"
         try:
-            self.public = parse_public(self._public_path.read_text(), str(self._public_path))
+            self.public = parse_authority(self._public_path.read_text(), str(self._public_path))
         except FileNotFoundError:
             raise NotFound(
                 f"no certificate authority at {directory}", "ibshell pool init makes one; it is where that was run"
@@ -69,6 +70,6 @@ class Authority:
         """Sign a roster."""
         payload = roster.encode(wanted)
         if self._identity is not None:
-            blob = sshsig.sign(self._identity.signing, key_blob(self.public), roster.NAMESPACE, payload)
+            blob = sshsig.sign(self._identity.signing, self.public, roster.NAMESPACE, payload)
             return Signed(payload, blob)
         return Signed(payload, keygen.sign(self._public_path, roster.NAMESPACE, payload))

@@ -21,8 +21,9 @@ from fedpool.client.acting import act
 from fedpool.client.connection import Connection
 from fedpool.errors import Failed, NotAuthorised, NotFound, Refused, UsageError
 from fedpool.identity import certificates, roster
+from fedpool.identity.authorities import authority_fingerprint, authority_line, parse_authority
 from fedpool.identity.certificates import Certificate
-from fedpool.identity.keys import fingerprint, parse_public, public_line
+from fedpool.identity.keys import fingerprint, parse_public
 from fedpool.identity.principals import HUB, OPERATOR, site_principal
 from fedpool.identity.roster import Roster
 from fedpool.identity.tokens import SECRET_BYTES, Token
@@ -118,7 +119,7 @@ class Operator:
         try:
             return roster.read(msgspec.json.decode((self.directory / "roster.json").read_bytes(), type=Signed))
         except FileNotFoundError:
-            return Roster(roster.FORMAT, self.pool, 0, 0, (public_line(self.authority.public),))
+            return Roster(roster.FORMAT, self.pool, 0, 0, (authority_line(self.authority.public),))
 
     def begin(self, sites: Mapping[str, str]) -> None:
         """Sign the first roster.
@@ -302,7 +303,7 @@ class Operator:
             To whom.
         """
         now, renewed, known = time.time(), [], self._latest(hub)
-        own = fingerprint(self.authority.public)
+        own = authority_fingerprint(self.authority.public)
         for site, has in hub.call("pool.members", Nothing(), MembersAsked).sites.items():
             line = known.sites.get(site)
             if line is None or (has.until - now > SITE_S / 2 and has.authority == own):
@@ -356,12 +357,12 @@ class Operator:
         new = self.directory / "next"
         shutil.rmtree(new, ignore_errors=True)
         if key is None:
-            public = Identity.create(new / "identity").public
+            Identity.create(new / "identity")
         else:
-            public = parse_public(key.read_text(), str(key))
+            line = authority_line(parse_authority(key.read_text(), str(key)))
             new.mkdir(mode=0o700)
-            (new / "identity.pub").write_text(public_line(public) + "\n")
-        self._publish(hub, known, authorities=(*known.authorities, public_line(public)))
+            (new / "identity.pub").write_text(line + "\n")
+        self._publish(hub, known, authorities=(*known.authorities, authority_line(Authority(new).public)))
         old = self.directory / "before"
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir(mode=0o700)
@@ -372,7 +373,7 @@ class Operator:
                 (new / name).replace(self.directory / name)
         shutil.rmtree(new)
         self.authority = Authority(self.directory)
-        return fingerprint(public)
+        return authority_fingerprint(self.authority.public)
 
     def finish_rotation(self, hub: Connection, regardless: bool) -> str:
         """Believe the old authority no longer; returns its fingerprint.
@@ -383,12 +384,12 @@ class Operator:
         Raises:
             Refused: no change is under way, or there are such sites.
         """
-        known, own = self._latest(hub), public_line(self.authority.public)
+        known, own = self._latest(hub), authority_line(self.authority.public)
         others = [line for line in known.authorities if line != own]
         if not others:
             raise Refused("the authority is not being changed", "ibshell pool rotate begins that")
         have = hub.call("pool.members", Nothing(), MembersAsked).sites
-        new = fingerprint(self.authority.public)
+        new = authority_fingerprint(self.authority.public)
         left = [site for site in known.sites if site not in have or have[site].authority != new]
         if left and not regardless:
             raise Refused(
@@ -397,7 +398,7 @@ class Operator:
             )
         self._publish(hub, known, authorities=(own,), former=(*known.former, *others))
         shutil.rmtree(self.directory / "before", ignore_errors=True)
-        return ", ".join(fingerprint(parse_public(line, "authorities")) for line in others)
+        return ", ".join(authority_fingerprint(parse_authority(line, "authorities")) for line in others)
 
     def krl(self, path: Path) -> None:
         """Write what is denied as a key revocation list for a stock sshd (`RevokedKeys`).

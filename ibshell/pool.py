@@ -163,20 +163,20 @@ class LocalPool:
         Returns:
             The authority, and what every configuration says of the pool.
         """
-        from fedpool.identity.keys import parse_public, public_line
+        from fedpool.identity.authorities import authority_line, parse_authority
         from fedpool.transport.identity import Identity
         from ibshell.authority import Authority
 
         if public is None:
             Identity.create(self.authority / "identity")
         else:
-            line = public_line(parse_public(public.read_text(), str(public)))
+            line = authority_line(parse_authority(public.read_text(), str(public)))
             self.authority.mkdir(parents=True, mode=0o700)
             (self.authority / "identity.pub").write_text(line + "\n")
         authority = Authority(self.authority)
         Identity.create(self.client / "identity")
         pool = f"{self.name}@{hashlib.sha256(authority.public).hexdigest()[:12]}"
-        line = public_line(authority.public)
+        line = authority_line(authority.public)
         contexts.save(self.client, contexts.Context(pool, (line,)))
         return authority, [f"pool = {_toml(pool)}", f"authorities = [{_toml(line)}]"]
 

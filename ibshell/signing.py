@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fedpool.errors import NotAuthorised, NotFound
+from fedpool.errors import NotAuthorised
 from fedpool.records import Signed
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedpool.identity.certificates import Certificate
     from fedpool.identity.trust import Trust
     from fedpool.transport.identity import Identity
+    from ibshell.authority import Authority
 
 ISSUED_S = 3600
 
@@ -51,15 +52,13 @@ class PoolSigner:
         return Identity.load(self._directory / "identity")
 
     @cached_property
-    def _authority(self) -> Identity | None:
-        from fedpool.transport.identity import Identity
+    def _authority(self) -> Authority | None:
+        """The authority, where it lies in a file; one that ssh-agent has is asked by its operator's commands alone."""
+        from ibshell.authority import Authority
 
-        if self._authority_path is None:
+        if self._authority_path is None or not self._authority_path.exists():
             return None
-        try:
-            return Identity.load(self._authority_path)
-        except NotFound:  # it is kept elsewhere, as it should be for a pool that others join
-            return None
+        return Authority(self._authority_path.parent)
 
     def _certificate(self, principal: str) -> Certificate:
         from fedpool.identity import certificates
@@ -78,25 +77,16 @@ class PoolSigner:
                 f"this key's certificate is for {roles}{expired}; {principal} is needed",
                 "the pool's operator invites: ibshell pool invite",
             )
-        valid = (int(now) - certificates.BACKDATED_S, int(now) + ISSUED_S)
-        issued = certificates.issue(
-            self._authority.signing,
-            certificates.USER,
-            self._identity.public,
-            (principal,),
-            "this machine",
-            secrets.randbits(63),
-            valid,
-        )
+        issued = self._authority.issue(certificates.USER, self._identity.public, (principal,), "this machine", ISSUED_S)
         self._issued[principal] = issued
         return issued
 
     def trust(self) -> Trust:
         """Whom this pool's parties believe, as far as is known here."""
-        from fedpool.identity.keys import parse_public
+        from fedpool.identity.authorities import parse_authority
         from fedpool.identity.trust import Trust
 
-        trust = Trust(self._pool, tuple(parse_public(line, "authorities") for line in self._authorities))
+        trust = Trust(self._pool, tuple(parse_authority(line, "authorities") for line in self._authorities))
         known = self._roster()
         if known is not None:
             trust.restore(known)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError, IntegrityError
-from fedpool.identity.keys import parse_public
+from fedpool.identity.authorities import parse_authority
 from fedpool.identity.trust import Trust
 from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.holdings import Holdings, over_limits
@@ -154,7 +154,7 @@ def in_files(path: Path, key: str, authority: str) -> list[Result]:
                 ledger = Exported(directory, key)
                 trust, witnesses = None, ledger.witnesses
                 if authority:
-                    trust = proofs.trust_of(ledger.rosters(), parse_public(authority, "--authority"))
+                    trust = proofs.trust_of(ledger.rosters(), parse_authority(authority, "--authority"))
                     witnesses = proofs.witness_keys(ledger.site, trust)
                 bar.total = ledger.size
                 check = LedgerCheck(ledger, trust, witnesses)
@@ -170,7 +170,7 @@ def in_files(path: Path, key: str, authority: str) -> list[Result]:
 def in_proof(path: Path, key: str, authority: str) -> list[Result]:
     """Verify what prove wrote; see `in_files`."""
     found = proofs.read(path)
-    trust = proofs.trust_of(found.rosters, parse_public(authority, "--authority")) if authority else None
+    trust = proofs.trust_of(found.rosters, parse_authority(authority, "--authority")) if authority else None
     if not found.ledgers:
         return [_unverified(str(path), IntegrityError(f"{path} proves nothing"))]
     results = []

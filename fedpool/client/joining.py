@@ -16,6 +16,7 @@ import msgspec
 
 from fedpool.errors import IbshellError, NotAuthorised, Refused, Unreachable, UsageError
 from fedpool.identity import certificates, tokens
+from fedpool.identity.authorities import authority_fingerprint, authority_line, parse_authority
 from fedpool.identity.keys import fingerprint, parse_public, public_line
 from fedpool.identity.principals import HUB
 from fedpool.identity.roster import read
@@ -142,14 +143,14 @@ def join_person(
     exists = path.exists() or path.with_suffix(".pub").exists()
     identity = Identity.load(path) if exists else Identity.create(path)
     say(f"your key: {fingerprint(identity.public)}")
-    say(f"the pool's authority: {fingerprint(token.authority)}; compare it with what the operator tells you")
+    say(f"the pool's authority: {authority_fingerprint(token.authority)}; compare it with what the operator tells you")
     say("waiting for the operator: ibshell pool approve")
     own = token.role.replace("/", "-")
     wanted = JoinWanted(token.invite, own, "", token.proof(identity.public, own, ""))
     trust = accept(token, identity, asyncio.run(until_decided(token, identity, wanted, say)))
     values = {
         "pool": token.pool,
-        "authorities": [public_line(key) for key in trust.authorities],
+        "authorities": [authority_line(key) for key in trust.authorities],
         "hub": token.hub,
         "invite": token.invite,
     }
@@ -182,7 +183,7 @@ def renew_person(
     role = own.principals[0] if own is not None else ""
     say("waiting for the operator: ibshell pool renew")
     for line in authorities:
-        token = Token(pool, hub, parse_public(line, "authorities"), invite, b"", role, int(time.time()) + 3600)
+        token = Token(pool, hub, parse_authority(line, "authorities"), invite, b"", role, int(time.time()) + 3600)
         wanted = JoinWanted(invite, role.replace("/", "-"), renew=True)
         state = asyncio.run(until_decided(token, identity, wanted, say))
         accept(token, identity, state)

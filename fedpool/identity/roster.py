@@ -13,7 +13,8 @@ import msgspec
 
 from fedpool.errors import NotAuthorised, Refused, UsageError
 from fedpool.identity import sshsig
-from fedpool.identity.keys import parse_public, take_string
+from fedpool.identity.authorities import parse_authority
+from fedpool.identity.keys import parse_public
 from fedpool.names import NAME
 from fedpool.records import Signed
 
@@ -50,12 +51,12 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     former: tuple[str, ...] = ()
 
     def authority_keys(self) -> tuple[bytes, ...]:
-        """The authorities' keys."""
-        return tuple(parse_public(line, "authorities") for line in self.authorities)
+        """The authorities' keys, as they travel."""
+        return tuple(parse_authority(line, "authorities") for line in self.authorities)
 
     def former_keys(self) -> tuple[bytes, ...]:
         """The keys of authorities before them."""
-        return tuple(parse_public(line, "former") for line in self.former)
+        return tuple(parse_authority(line, "former") for line in self.former)
 
     def site_keys(self) -> dict[str, bytes]:
         """{site: its key}."""
@@ -118,14 +119,9 @@ def open_(signed: Signed, pool: str, authorities: tuple[bytes, ...], number: int
     if roster.pool != pool:
         raise NotAuthorised(f"a roster of the pool {roster.pool[:80]!r}; this is {pool!r}")
     signature = sshsig.parse(signed.signature)
-    try:
-        kind, at = take_string(signature.key, 0)
-        public, at = take_string(signature.key, at)
-    except ValueError as error:
-        raise NotAuthorised(f"the signature of a roster names no key: {error}") from None
-    if public not in authorities or kind != b"ssh-ed25519" or at != len(signature.key):
+    if signature.key not in authorities:
         raise NotAuthorised("a roster that no authority of this pool has signed")
-    sshsig.check(signature, public, NAMESPACE, signed.payload)
+    sshsig.check_by_authority(signature, signature.key, NAMESPACE, signed.payload)
     if roster.number <= number:
         raise Refused(f"roster {roster.number}; {number} is known already", "the hub may be an old copy")
     return roster

@@ -9,11 +9,11 @@ import hashlib
 import struct
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpool.errors import NotAuthorised, UsageError
-from fedpool.identity.keys import KEY_TYPE, ssh_string, take_string
+from fedpool.identity.authorities import require_signed
+from fedpool.identity.keys import KEY_TYPE, key_blob, ssh_string, take_string
 
 BLOB_BYTES_MAX = 16384
 _MAGIC = b"SSHSIG"
@@ -31,7 +31,7 @@ class Signature(msgspec.Struct, frozen=True):
         key: the public key or certificate as it travels in SSH.
         namespace: what it was made for.
         hash: name of the hash of the message.
-        value: 64 bytes of Ed25519.
+        value: the signature itself as it travels, with its type.
     """
 
     key: bytes
@@ -64,8 +64,7 @@ def sign(key: Ed25519PrivateKey, shown: bytes, namespace: str, message: bytes) -
 
 def assemble(signature: Signature, shown: bytes) -> bytes:
     """A signature with another way to show the same key: its certificate. What is signed does not name the key."""
-    value = ssh_string(KEY_TYPE) + ssh_string(signature.value)
-    fields = (shown, signature.namespace.encode(), b"", signature.hash.encode(), value)
+    fields = (shown, signature.namespace.encode(), b"", signature.hash.encode(), signature.value)
     return _MAGIC + _VERSION + b"".join(map(ssh_string, fields))
 
 
@@ -87,32 +86,27 @@ def parse(blob: bytes) -> Signature:
         key, namespace, reserved, hash_name, value = fields
         if at != len(blob) or reserved:
             raise ValueError("bytes are left over")
-        kind, at = take_string(value, 0)
-        raw, at = take_string(value, at)
-        if kind != KEY_TYPE or at != len(value) or len(raw) != 64:
-            raise ValueError("it is not of an Ed25519 key")
         if hash_name.decode() not in _HASHES:
             raise ValueError(f"the hash {hash_name[:20]!r} is not used in such signatures")
-        return Signature(key, namespace.decode(), hash_name.decode(), raw)
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UsageError(f"a signature cannot be read: {error}", "sign with an Ed25519 key") from None
+        return Signature(key, namespace.decode(), hash_name.decode(), value)
+    except ValueError as error:
+        raise UsageError(f"a signature cannot be read: {error}") from None
 
 
 def check(signature: Signature, public: bytes, namespace: str, message: bytes) -> None:
-    """Check a signature against the key that is said to have made it.
+    """Check a signature against the Ed25519 key that is said to have made it.
 
     Raises:
         NotAuthorised: it is another's, for something else, or of another message.
     """
+    check_by_authority(signature, key_blob(public), namespace, message)
+
+
+def check_by_authority(signature: Signature, authority: bytes, namespace: str, message: bytes) -> None:
+    """As `check`, of an authority's key, as it travels."""
     if signature.namespace != namespace:
         raise NotAuthorised(f"a signature made for {signature.namespace[:40]!r}; one for {namespace!r} is needed")
-    try:
-        data = signed_bytes(namespace, message, signature.hash)
-        Ed25519PublicKey.from_public_bytes(public).verify(signature.value, data)
-    except InvalidSignature:
-        raise NotAuthorised(
-            "the signature does not fit what it is said to sign", "it was altered on its way, or another key made it"
-        ) from None
+    require_signed(authority, signature.value, signed_bytes(namespace, message, signature.hash))
 
 
 def armor(blob: bytes) -> str:

@@ -12,6 +12,7 @@ import hmac
 import msgspec
 
 from fedpool.errors import UsageError
+from fedpool.identity.authorities import authority_line
 from fedpool.identity.principals import require_principal
 
 PREFIX = "ibshell1."
@@ -25,7 +26,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         pool: identity of the pool.
         hub: `host:port` of the hub for people.
-        authority: the 32 bytes of the authority that vouches for the hub.
+        authority: key of the authority that vouches for the hub, as it travels.
         invite: hexadecimal, by which the hub knows the invitation.
         secret: 16 bytes.
         role: what the joiner becomes.
@@ -69,8 +70,9 @@ def parse(line: str) -> Token:
         data = text.removeprefix(PREFIX)
         raw = base64.b64decode(data + "=" * (-len(data) % 4), altchars=b"-_", validate=True)
         token = msgspec.msgpack.decode(raw, type=Token)
-        if len(token.authority) != 32 or len(token.secret) != SECRET_BYTES:
+        if len(token.secret) != SECRET_BYTES:
             raise ValueError("a part of it is cut off")
+        authority_line(token.authority)
         require_principal(token.role)
     except (ValueError, binascii.Error, msgspec.MsgspecError, UsageError) as error:
         raise UsageError(f"no token: {error}", "copy the whole line that ibshell site invite printed") from None

@@ -7,6 +7,7 @@ import msgspec
 
 from fedpool.errors import NotAuthorised, UsageError
 from fedpool.identity import certificates
+from fedpool.identity.authorities import authority_fingerprint
 from fedpool.identity.certificates import Certificate
 from fedpool.identity.keys import fingerprint
 from fedpool.identity.roster import Roster, open_, read
@@ -32,7 +33,7 @@ class Trust:
 
     Args:
         pool: the pool's identity, by which its requests are told from another pool's.
-        authorities: the 32 bytes of each certificate authority that is believed before any roster is known.
+        authorities: the key of each certificate authority that is believed before any roster is known, as it travels.
 
     Attributes:
         number: of the latest roster.
@@ -105,7 +106,7 @@ class Trust:
         who = f"the certificate {certificate.serial} of {fingerprint(certificate.public)}"
         if certificate.authority not in self.authorities:
             raise NotAuthorised(
-                f"{who} is of an authority that is not this pool's: {fingerprint(certificate.authority)}",
+                f"{who} is of an authority that is not this pool's: {authority_fingerprint(certificate.authority)}",
                 "join the pool: ibshell pool join, ibshell-agent join",
             )
         if certificate.kind != kind:

@@ -14,7 +14,7 @@ import msgspec
 
 from fedpool.errors import IbshellError, NotAuthorised, UsageError
 from fedpool.identity import requests, sshsig
-from fedpool.identity.keys import fingerprint
+from fedpool.identity.authorities import authority_fingerprint
 from fedpool.identity.principals import OPERATOR, tenant_principal
 from fedpool.identity.trust import Trust
 from fedpool.leasing import lease as life
@@ -138,7 +138,7 @@ class Coverage:
             return ["the site obeys its hub without signatures from here on"] if was else []
         if record.pool != self._trust.pool:
             return [f"it goes by the signatures of the pool {record.pool!r}, not {self._trust.pool!r}"]
-        known = {fingerprint(authority) for authority in self._trust.authorities}
+        known = {authority_fingerprint(authority) for authority in self._trust.authorities}
         others = [key for key in record.authorities if key not in known]
         return [f"it believes an authority that is not this pool's: {key}" for key in others]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fedpool.identity.keys import fingerprint
+from fedpool.identity.authorities import authority_fingerprint
 from fedpool.identity.trust import Trust
 from fedpool.leasing import lease as life
 from fedpool.leasing.entries import CordonChanged, GrantEntry, LeaseChanged, Restarted, TermObeyed
@@ -72,7 +72,9 @@ def records_of(
                     epoch=entry.epoch,
                     software=software,
                     pool=trust.pool if trust is not None else "",
-                    authorities=tuple(fingerprint(key) for key in trust.authorities) if trust is not None else (),
+                    authorities=tuple(authority_fingerprint(key) for key in trust.authorities)
+                    if trust is not None
+                    else (),
                 )
             ]
         case _:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedpool.errors import NotFound, Refused, Unreachable, UsageError
+from fedpool.identity.authorities import authority_fingerprint
 from fedpool.names import NAME, RULE
 from fedpool.units import format_duration, parse_duration
 from ibshell import contexts, diagnostics, render, settings
@@ -143,7 +144,7 @@ def show(output: options.Output = None) -> None:
         "name": name,
         "pool": context.pool,
         "hub": context.hub or "this machine",
-        "authorities": [fingerprint(key) for key in trust.authorities],
+        "authorities": [authority_fingerprint(key) for key in trust.authorities],
         "roster": trust.number,
         "sites": sorted(trust.sites),
         "denied_keys": sorted(trust.denied.keys),

@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpool.client.acting import act
 from fedpool.identity import certificates, requests
+from fedpool.identity.keys import key_blob
 from fedpool.identity.trust import Trust
 from fedpool.leasing import policy as policies
 from fedpool.leasing.gate import Gate
@@ -88,7 +89,9 @@ def _checks_us() -> tuple[float, float]:
         authority, certificates.USER, public, ("tenant/oncology",), "bench", 1, (0, 1 << 40)
     )
     site = SimulatedSite("site", 1, NODES, GPUS_PER_NODE)
-    gate = Gate("site", Trust("bench@0", (authority.public_key().public_bytes_raw(),)), site.inventory().devices())
+    gate = Gate(
+        "site", Trust("bench@0", (key_blob(authority.public_key().public_bytes_raw()),)), site.inventory().devices()
+    )
     policy = policies.parse(
         'types = ["h100"]\n[tenants.oncology]\ngpus = 64\nhours = ["mon-sun 00:00-24:00"]\n', "bench"
     )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpool.identity import certificates, requests
-from fedpool.identity.keys import fingerprint
+from fedpool.identity.authorities import authority_fingerprint
+from fedpool.identity.keys import key_blob
 from fedpool.identity.trust import Trust
 from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.recorded import Replay, requested
@@ -55,7 +56,7 @@ class _Tenant:
         public = self.key.public_key().public_bytes_raw()
         role = ("tenant/oncology",)
         self.certificate = certificates.issue(self.authority, certificates.USER, public, role, "bench", 1, (0, 1 << 40))
-        self.trust = Trust("bench@0", (self.authority.public_key().public_bytes_raw(),))
+        self.trust = Trust("bench@0", (key_blob(self.authority.public_key().public_bytes_raw()),))
 
     def request(self, lease: str, nonce: int) -> Requested:
         """A signed request for a lease, as a record."""
@@ -67,7 +68,7 @@ class _Tenant:
 def _signed(count: int, tenant: _Tenant) -> Iterator[Record]:
     """As `_records`, each lease with its tenant's request before it."""
     yield SiteStarted(
-        epoch=1, software="bench", pool="bench@0", authorities=(fingerprint(tenant.trust.authorities[0]),)
+        epoch=1, software="bench", pool="bench@0", authorities=(authority_fingerprint(tenant.trust.authorities[0]),)
     )
     for number, record in enumerate(_records(count * 4 // 5)):
         if isinstance(record, LeaseSaid) and record.event == "hold":

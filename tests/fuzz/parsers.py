@@ -3,6 +3,7 @@
 from fedpool.errors import IbshellError
 from fedpool.federation import plan
 from fedpool.identity import certificates, keys, requests, roster, sshsig, tokens
+from fedpool.identity.keys import key_blob
 from fedpool.identity.trust import Trust
 from fedpool.leasing import policy
 from fedpool.leasing.coverage import Coverage
@@ -29,13 +30,13 @@ def _record(data):
     record = records.decode(data)
     if record is not None:
         Replay().take(record)
-        Coverage(Trust("p@0", (bytes(32),))).take(record)
+        Coverage(Trust("p@0", (key_blob(bytes(32)),))).take(record)
 
 
 def _request(data):
     signed = Signed(data, data[:2000])
     requests.read(signed)
-    requests.open_(signed, Trust("p@0", (bytes(32),)), "lease.request", dict, 0.0)
+    requests.open_(signed, Trust("p@0", (key_blob(bytes(32)),)), "lease.request", dict, 0.0)
 
 
 # {name: takes bytes}

@@ -139,6 +139,30 @@ class Pool(LocalPool):
         assert fingerprint(Identity.load(self.work / name / "identity").public) in err, "people compare fingerprints"
         return token
 
+    def person(self, name):
+        """The environment of another user."""
+        return {
+            "IBSHELL_CONFIG_DIR": str(self.work / f"config-{name}"),
+            "IBSHELL_STATE_DIR": str(self.work / f"state-{name}"),
+            "IBSHELL_POOL": self.name,
+        }
+
+    def person_joins(self, name, *words):
+        """Let another user join; returns what they were told."""
+        token = self.cli("pool", "invite", "--name", name, *words).stdout.strip()
+        joining = subprocess.Popen(
+            [sys.executable, "-m", "ibshell", "pool", "join", token],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**self.environment, **self.person(name)},
+        )
+        self.until(lambda: self.json("pool", "joins")["items"])
+        self.cli("pool", "approve", name)
+        out, err = joining.communicate(timeout=30)
+        assert joining.returncode == 0, err
+        return out
+
     def bridge(self, site):
         """A control channel to a site, as the hub has it where `ibshell-agent stdio` opens it."""
         sock = socket.socket(socket.AF_UNIX)
@@ -199,7 +223,14 @@ def pools():
             patch.setenv(f"IBSHELL_{name}_DIR", str(base / part))
         made = []
 
-        def make(sites, start=True, sites_a_process=1, reverse=lambda position: position % 2 == 1, **described):
+        def make(
+            sites,
+            start=True,
+            sites_a_process=1,
+            reverse=lambda position: position % 2 == 1,
+            authority=None,
+            **described,
+        ):
             name = f"p{len(made)}"
             pool = Pool(name, tied=True)
             pool.work = base / "work"
@@ -207,7 +238,7 @@ def pools():
             pool.environment = {**os.environ, "IBSHELL_POOL": name, "NO_COLOR": "1"}
             made.append(pool)
             _LIVING.append(pool)
-            pool.create(SimulatedSite("site", sites, **described).named(), reverse)
+            pool.create(SimulatedSite("site", sites, **described).named(), reverse, authority=authority)
             if start:
                 pool.start_all(sites_a_process=sites_a_process)
             return pool

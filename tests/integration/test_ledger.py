@@ -17,7 +17,8 @@ from agent.ledger import PAGE, SiteLedger
 from agent.store import open_store
 from fedpool.client.acting import act
 from fedpool.errors import IbshellError, IntegrityError, UsageError
-from fedpool.identity.keys import parse_public, public_line
+from fedpool.identity.authorities import parse_authority
+from fedpool.identity.keys import public_line
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger import merkle, notes
 from fedpool.ledger.records import Cordoned
@@ -315,7 +316,7 @@ def test_a_lease_is_proved_to_somebody_without_a_hub(pool, tmp_path):
         _, _, findings = proofs.check(read.ledgers[0], read, None)
         assert findings and says in findings[0].problem
     # With the authority it is known whose keys they are, who has to have witnessed it, and who had asked.
-    trust = proofs.trust_of(msgspec.convert(proof, proofs.Proof).rosters, parse_public(authority, "it"))
+    trust = proofs.trust_of(msgspec.convert(proof, proofs.Proof).rosters, parse_authority(authority, "it"))
     for change, says in (
         (lambda site: site["records"].pop(0), "had signed no request for it"),
         (lambda site: site.update(witnesses=[]), "0 sites have witnessed it; 2 are needed"),

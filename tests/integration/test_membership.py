@@ -13,7 +13,8 @@ import pytest
 from fedpool.client.joining import accept
 from fedpool.errors import IbshellError, NotAuthorised
 from fedpool.identity import certificates, requests, roster, tokens
-from fedpool.identity.keys import parse_public, public_line
+from fedpool.identity.authorities import parse_authority
+from fedpool.identity.keys import key_blob, public_line
 from fedpool.identity.principals import site_principal
 from fedpool.records import Signed
 from fedpool.transport.identity import Identity
@@ -42,31 +43,6 @@ def up(pool):
         return pool.sites_up()
     except IbshellError:  # the hub is starting
         return set()
-
-
-def person(pool, name):
-    """The environment of another user."""
-    return {
-        "IBSHELL_CONFIG_DIR": str(pool.work / f"config-{name}"),
-        "IBSHELL_STATE_DIR": str(pool.work / f"state-{name}"),
-        "IBSHELL_POOL": pool.name,
-    }
-
-
-def person_joins(pool, name, *words):
-    token = pool.cli("pool", "invite", "--name", name, *words).stdout.strip()
-    joining = subprocess.Popen(
-        [sys.executable, "-m", "ibshell", "pool", "join", token],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**pool.environment, **person(pool, name)},
-    )
-    pool.until(lambda: pool.json("pool", "joins")["items"])
-    pool.cli("pool", "approve", name)
-    out, err = joining.communicate(timeout=30)
-    assert joining.returncode == 0, err
-    return out
 
 
 def test_sites_join_with_two_lines_and_take_part(make_pool, running):
@@ -129,7 +105,7 @@ def test_a_site_that_lost_its_database_joins_again_and_begins_a_new_ledger(make_
 def test_a_wrong_authority_or_another_s_token_stops_the_join(pool):
     line = pool.cli("site", "invite", "basel").stdout.strip()
     token = tokens.parse(line)
-    wrong = msgspec.structs.replace(token, authority=bytes(range(32)))
+    wrong = msgspec.structs.replace(token, authority=key_blob(bytes(range(32))))
     stopped = pool.agent("join", wrong.line(), "--state", "basel")
     _, err = stopped.communicate(timeout=30)
     assert stopped.returncode == 4 and "is of an authority that is not this pool's" in err
@@ -171,7 +147,7 @@ def test_guests_may_do_nothing_but_ask(pool):
     hub = (pool.directory / "hub" / "hub.toml").read_text()
     address = next(line.split('"')[1] for line in hub.splitlines() if line.startswith("listen ="))
     identity = Identity.create(pool.work / "guest")
-    identity.trust = Trust(context.pool, tuple(parse_public(line, "it") for line in context.authorities))
+    identity.trust = Trust(context.pool, tuple(parse_authority(line, "it") for line in context.authorities))
 
     async def guest():
         connection = await ssh.dial(address, None, identity, "the hub", ssh.GUEST, "hub")
@@ -221,9 +197,9 @@ def test_a_hub_that_shows_another_key_or_roster_is_found_out(pool, tmp_path):
 
 def test_people_have_the_roles_they_were_invited_for(make_pool):
     pool = make_pool(2, sites_a_process=2)
-    assert f"joined pool {pool.name} as tenant/oncology" in person_joins(pool, "ana", "--tenant", "oncology")
-    assert "as auditor" in person_joins(pool, "ben", "--role", "auditor")
-    ana, ben = person(pool, "ana"), person(pool, "ben")
+    assert f"joined pool {pool.name} as tenant/oncology" in pool.person_joins("ana", "--tenant", "oncology")
+    assert "as auditor" in pool.person_joins("ben", "--role", "auditor")
+    ana, ben = pool.person("ana"), pool.person("ben")
     lease = pool.json("lease", "request", "-t", "oncology", "-g", "1", **ana)
     other = pool.json("lease", "request", "-t", "physics", "-g", "1")
     for words in (
@@ -259,8 +235,8 @@ def test_people_have_the_roles_they_were_invited_for(make_pool):
 
 def test_a_certificate_that_has_ended_is_no_use_until_it_is_renewed(make_pool):
     pool = make_pool(1)
-    person_joins(pool, "ana", "--tenant", "oncology")
-    ana = person(pool, "ana")
+    pool.person_joins("ana", "--tenant", "oncology")
+    ana = pool.person("ana")
     own = pool.work / "config-ana" / "pools" / pool.name
     identity = Identity.load(own / "identity")
     operator = Operator(pool.authority, contexts.load(pool.client).pool)
@@ -337,8 +313,8 @@ def test_a_pool_that_was_switched_off_for_longer_than_certificates_hold_comes_ba
 
 def test_the_authority_changes_with_an_overlap(make_pool):
     pool = make_pool(2, sites_a_process=2)
-    person_joins(pool, "ana", "--tenant", "oncology")
-    ana = person(pool, "ana")
+    pool.person_joins("ana", "--tenant", "oncology")
+    ana = pool.person("ana")
     before = pool.json("lease", "request", "-t", "oncology", "-g", "1", **ana)
     assert "the new authority: SHA256:" in pool.cli("pool", "rotate").stdout
     assert "being changed already" in pool.cli("pool", "rotate", status=5).stderr
@@ -373,8 +349,8 @@ def test_the_authority_may_live_in_ssh_agent(make_pool, need):
         subprocess.run(["ssh-add", "-q", str(private)], env={**os.environ, **variables}, check=True)
         private.unlink()
         pool.start_all()
-        person_joins(pool, "ana", "--tenant", "oncology")
-        assert len(pool.json("gpu", "list", **person(pool, "ana"))["items"]) == 2
+        pool.person_joins("ana", "--tenant", "oncology")
+        assert len(pool.json("gpu", "list", **pool.person("ana"))["items"]) == 2
         pool.cli("pool", "revoke", "ana")
         subprocess.run(["ssh-add", "-q", "-D"], env={**os.environ, **variables}, check=True)
         assert "ssh-add -l" in pool.cli("pool", "revoke", "12345", status=1).stderr
@@ -396,7 +372,7 @@ def test_a_member_s_key_may_live_in_ssh_agent(make_pool, need, tmp_path):
         Identity.create(private)
         subprocess.run(["ssh-add", "-q", str(private)], env={**os.environ, **variables}, check=True)
         private.unlink()
-        ana = {**person(pool, "ana"), **variables}
+        ana = {**pool.person("ana"), **variables}
         token = pool.cli("pool", "invite", "--tenant", "oncology", "--name", "ana").stdout.strip()
         joining = subprocess.Popen(
             [sys.executable, "-m", "ibshell", "pool", "join", token, "--key", str(tmp_path / "key.pub")],
@@ -421,7 +397,7 @@ def test_a_member_s_key_may_live_in_ssh_agent(make_pool, need, tmp_path):
 def test_a_stock_sshd_believes_the_authority_and_the_revocation_list(make_pool, need, tmp_path):
     sshd = need("sshd", "openssh-server")
     pool = make_pool(1)
-    person_joins(pool, "ana", "--tenant", "oncology")
+    pool.person_joins("ana", "--tenant", "oncology")
     own = pool.work / "config-ana" / "pools" / pool.name
     krl, [port] = tmp_path / "krl", free_ports(1)
     pool.cli("pool", "krl", str(krl))

@@ -18,7 +18,7 @@ from agent import journal
 from agent.config import HubConfig, SiteConfig, SiteEntry
 from fedpool.errors import IbshellError
 from fedpool.identity import certificates, requests
-from fedpool.identity.keys import public_line
+from fedpool.identity.keys import key_blob, public_line
 from fedpool.identity.trust import Trust
 from fedpool.records import Quota, Tenant
 from fedpool.sim.scenario import SimulatedSite
@@ -82,7 +82,7 @@ class Signatures:
         return msgspec.structs.replace(config, pool=self.POOL, authorities=[line])
 
     def trust(self):
-        return Trust(self.POOL, (self.authority.public_key().public_bytes_raw(),))
+        return Trust(self.POOL, (key_blob(self.authority.public_key().public_bytes_raw()),))
 
     def sign(self, method, body, principal, unix, nonce):
         payload = requests.compose(self.POOL, method, body, principal, (), int(unix * 1000), nonce)

@@ -5,7 +5,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpool.identity import certificates, requests
-from fedpool.identity.keys import fingerprint
+from fedpool.identity.authorities import authority_fingerprint
+from fedpool.identity.keys import key_blob
 from fedpool.identity.trust import Trust
 from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.policy import digest
@@ -14,7 +15,7 @@ from fedpool.ledger.records import Cordoned, Granted, LeaseSaid, PolicyObeyed, S
 from fedpool.wire.messages import ById, CordonWanted, LeaseOffer, LeaseRenewal, LeaseSize, LeaseWanted
 
 AUTHORITY, KEY = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-TRUST = Trust("p@0", (AUTHORITY.public_key().public_bytes_raw(),))
+TRUST = Trust("p@0", (key_blob(AUTHORITY.public_key().public_bytes_raw()),))
 CERTIFICATE = certificates.issue(
     AUTHORITY,
     certificates.USER,
@@ -37,7 +38,7 @@ def said(event, state, devices=None, tenant="a", **more):
     return LeaseSaid(time=1000, lease=ID, tenant=tenant, event=event, state=state, grants=grants, **more)
 
 
-STARTED = SiteStarted(epoch=1, software="x", pool="p@0", authorities=(fingerprint(TRUST.authorities[0]),))
+STARTED = SiteStarted(epoch=1, software="x", pool="p@0", authorities=(authority_fingerprint(TRUST.authorities[0]),))
 REQUEST = asked("lease.request", LeaseWanted("a", 2, 600.0, gpus_max=3, id=ID))
 LIFE = [
     STARTED,

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedpool.errors import NotAuthorised, Refused
 from fedpool.federation import plan as plans
 from fedpool.identity import certificates, requests
-from fedpool.identity.keys import fingerprint
+from fedpool.identity.keys import fingerprint, key_blob
 from fedpool.identity.trust import Denied, Trust
 from fedpool.leasing.gate import Gate, digest, unsigned
 from fedpool.leasing.grants import GUARD_S, SiteGrants
@@ -65,7 +65,7 @@ class Site:
     """A site's machine behind its gate, at a time."""
 
     def __init__(self):
-        trust = Trust(POOL, (AUTHORITY.public_key().public_bytes_raw(),))
+        trust = Trust(POOL, (key_blob(AUTHORITY.public_key().public_bytes_raw()),))
         self.gate = Gate("north", trust, DEVICES)
         self.machine = SiteGrants("north", SITE.inventory())
         self.machine.recovering = False

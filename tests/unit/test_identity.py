@@ -28,7 +28,7 @@ def certificate(principals=(ONCOLOGY,), kind=certificates.USER, key=KEY, authori
 
 
 def trust():
-    return Trust(POOL, (raw(AUTHORITY),))
+    return Trust(POOL, (key_blob(raw(AUTHORITY)),))
 
 
 def signed(wanted=None, principal=ONCOLOGY, pool=POOL, key=KEY, cert=None, method="lease.request", time=NOW):
