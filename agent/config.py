@@ -15,6 +15,7 @@ from fedpool.leasing.grants import SiteLimits
 from fedpool.names import NAME, RULE
 from fedpool.sim.scenario import SimulatedSite, problems
 from fedpool.toml import TomlText
+from fedpool.units import parse_duration
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 MODES = ("dial", "reverse", "stdio", "ssh")
@@ -40,6 +41,7 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         authorities: public keys of the pool's certificate authority, two while it changes; where there are any, the site obeys only
             what somebody with the right to it has signed, and otherwise the hub.
         policy_file: with the site's policy, "" where everything is allowed; read again when it changes.
+        keep_records: how long records of the ledger keep their text (`400d`); "" for ever.
     """
 
     name: str
@@ -57,6 +59,7 @@ class SiteConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: str = ""
     authorities: list[str] = []
     policy_file: str = ""
+    keep_records: str = ""
 
 
 class SiteEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,6 +158,13 @@ def _check_site(toml: TomlText, config: SiteConfig) -> None:
         raise toml.wrong("", "the hub has no way in", "set listen, or hub, or socket for ibshell-agent stdio")
     for key, problem, hint in problems(config.simulated):
         raise toml.wrong(key, problem, hint, "simulated")
+    if config.keep_records:
+        try:
+            keep_s = parse_duration(config.keep_records)
+        except UsageError as error:
+            raise toml.wrong("keep_records", f"keep_records = {error.message}", error.hint) from None
+        if keep_s <= 0:
+            raise toml.wrong("keep_records", f"keep_records = {config.keep_records!r}", 'for example "400d"')
     longest = config.policy.max_duration_s
     if not 0 < longest < math.inf:
         raise toml.wrong(

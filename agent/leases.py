@@ -234,9 +234,9 @@ class SiteLeases:
                 await self.record(record)
             raise
 
-    async def record(self, record: Record) -> None:
+    async def record(self, *records: Record) -> None:
         """Let the ledger say something that changes no lease."""
-        await self._journal.write((), lambda _: self._ledger.wrote(), self._ledger.at([record]))
+        await self._journal.write((), lambda _: self._ledger.wrote(), self._ledger.at(records))
 
     async def _commit(self, decision: GrantDecision, shown: Sequence[Record] = (), *, answered: bool = False) -> None:
         """Fold what was decided at once, so that the next decision builds on it; say and do nothing before it is durable."""

@@ -20,6 +20,7 @@ from agent.ports import Clock, Store
 from fedpool.errors import IntegrityError, StorageFailed, UsageError
 from fedpool.ledger import merkle, notes, tiles
 from fedpool.ledger.records import FORMAT, LedgerOpened, Record, encode_at, time_of
+from fedpool.ledger.retention import is_forgotten, leaf_of
 from fedpool.ledger.verification import read_checkpoint
 from fedpool.ledger.witnesses import majority, size_by_majority, witnesses_of
 from fedpool.transport.identity import Identity
@@ -84,6 +85,7 @@ class SiteLedger:
         self._witnesses = witnesses
         self._witnessed: CheckpointWitnessed | None = None
         self._cosigned: dict[str, int] = {}  # {witness's origin: records of the largest checkpoint it has cosigned}
+        self.on_the_way: list[bytes] = []  # handed to be written and not hashed yet, the first being number `size`
         self._unwitnessed_ms: int | None = None  # time of the first record that no majority of witnesses vouches for
         self._identity = identity
         self._store = store
@@ -109,7 +111,9 @@ class SiteLedger:
         self._last_ms = max(self._last_ms, int(self._clock.unix() * 1000))
         if self._unwitnessed_ms is None:
             self._unwitnessed_ms = self._last_ms
-        return encode_at(records, self._last_ms)
+        written = encode_at(records, self._last_ms)
+        self.on_the_way.extend(written)
+        return written
 
     def wrote(self) -> None:
         """There is something new."""
@@ -134,7 +138,7 @@ class SiteLedger:
         size = await self._store.recorded()
         if len(roots) * tiles.WIDTH > size:
             raise self._changed(f"{len(roots) * tiles.WIDTH} records were hashed, and {size} are there")
-        self._frontier, self._above = merkle.Frontier(), []
+        self._frontier, self._above, self.on_the_way = merkle.Frontier(), [], []
         for root in roots:
             self._note_root(root)
         nodes = tiles.nodes(self._above_tile, len(roots) * tiles.WIDTH)
@@ -225,12 +229,24 @@ class SiteLedger:
         for name in notes.signers(notes.decode(witnessed.note), self._cosigners()):
             self._cosigned[name] = max(self._cosigned.get(name, 0), witnessed.size)
 
+    @property
+    def witnessed_by_majority(self) -> int:
+        """For how many records a majority of the witnesses vouches; for all where there are none."""
+        origins = [key.name for key in self._cosigners()]
+        return size_by_majority(self._cosigned, origins, majority(len(origins) + 1)) if origins else self.size
+
     async def _find_unwitnessed(self) -> None:
         """What the first record is that no majority of the witnesses vouches for."""
-        origins = [key.name for key in self._cosigners()]
-        size = size_by_majority(self._cosigned, origins, majority(len(origins) + 1)) if origins else None
-        records = await self._store.records(size, 1) if size is not None else []
-        self._unwitnessed_ms = time_of(records[0]) if records else None
+        records = await self._store.records(self.witnessed_by_majority, 1)
+        if records and is_forgotten(records[0]):  # it was witnessed before, and who did is not known any more
+            self._unwitnessed_ms = self._last_ms
+        else:
+            self._unwitnessed_ms = time_of(records[0]) if records else None
+
+    @property
+    def size(self) -> int:
+        """How many records are durable and hashed."""
+        return self._frontier.size
 
     @property
     def sites(self) -> int:
@@ -248,9 +264,10 @@ class SiteLedger:
         while records := await self._store.records(self._frontier.size, PAGE):
             complete = []
             for record in records:
-                for level, _, found in self._frontier.append(merkle.leaf_hash(record)):
+                for level, _, found in self._frontier.append(leaf_of(record)):
                     if level == tiles.HEIGHT:
                         complete.append(found)
+            del self.on_the_way[: len(records)]
             for root in complete:
                 self._note_root(root)
             if complete:
@@ -306,9 +323,7 @@ class SiteLedger:
         """The tree's nodes; single records' only near some of them, which are read for it."""
         wanted = {max(0, min(at, size - 1)) // tiles.WIDTH for number in (*around, size) for at in (number - 1, number)}
         leaves = {
-            index: b"".join(
-                merkle.leaf_hash(record) for record in await self._store.records(index * tiles.WIDTH, tiles.WIDTH)
-            )
+            index: b"".join(leaf_of(record) for record in await self._store.records(index * tiles.WIDTH, tiles.WIDTH))
             for index in (wanted if size else ())
         }
 

@@ -89,6 +89,14 @@ class Store(Protocol):
         """So many records from number `first` on, the first of all being 0; fewer where there are no more."""
         ...
 
+    async def replace_records(self, first: int, records: Sequence[bytes]) -> None:
+        """Put these in the place of the records from number `first` on, all or none: what is forgotten leaves its hash.
+
+        Raises:
+            StorageFailed: nothing has changed.
+        """
+        ...
+
     async def last_written(self) -> Instant:
         """What the clocks showed when the latest entry was written."""
         ...

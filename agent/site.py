@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from agent.ledger import SiteLedger
 from agent.ports import Clock, Launcher, Store
 from agent.probes import DeviceProbe
 from agent.programs import Task
+from agent.retention import Retention
 from agent.rosters import Rosters
 from agent.site_rounds import SiteRounds
 from agent.tenancy import Tenancy
@@ -56,7 +57,7 @@ from fedpool.leasing.requests import (
     Transfer,
     Uncordon,
 )
-from fedpool.ledger.records import TEXT_MAX, LoggedIn, PolicyObeyed, ProgramSaid, RosterObeyed, encode
+from fedpool.ledger.records import TEXT_MAX, LoggedIn, PolicyObeyed, ProgramSaid, Record, RosterObeyed, encode
 from fedpool.names import require_id
 from fedpool.records import SiteLease
 from fedpool.secagg.manifest import SitePolicy
@@ -65,6 +66,7 @@ from fedpool.transport.bulk import BulkChannel
 from fedpool.transport.identity import Identity
 from fedpool.transport.peer import Peer
 from fedpool.transport.stream import AsyncioStream, Stream
+from fedpool.units import parse_duration
 from fedpool.wire.membership import CertificateGiven, RosterGiven, TenantsGiven
 from fedpool.wire.messages import (
     CordonState,
@@ -216,6 +218,11 @@ class SiteAgent:
             tasks.create_task(self._rules.run())
         tasks.create_task(self.leases.run())
         tasks.create_task(self.ledger.run())
+        if self.config.keep_records:
+            keep_s = parse_duration(self.config.keep_records)
+            retention = Retention(self.ledger, self._store, self._clock, self._record_all, keep_s)
+            await retention.recover()
+            tasks.create_task(retention.run())
 
     async def _dial_out(self, subsystem: str) -> None:
         attempt = 0
@@ -478,6 +485,9 @@ class SiteAgent:
         await self._record_policy(text)
         self._rounds.demand(self._cohort(policy))
         self._changed(None, False)
+
+    async def _record_all(self, records: Sequence[Record]) -> None:
+        await self.leases.record(*records)
 
     async def _record_devices(self) -> None:
         """Say what there is here, where that is not what was said last."""

@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 
 from fedpool.errors import IntegrityError, NotFound, Refused, StorageFailed
-from fedpool.leasing.coverage import CoverageState
-from fedpool.leasing.holdings import HoldingsState
-from fedpool.leasing.recorded import ReplayState
+from fedpool.leasing.rules import RulesState
 from fedpool.ledger import merkle, notes, tiles
+from fedpool.ledger.retention import FORGOTTEN, is_forgotten, leaf_of
 from fedpool.ledger.verification import Verified, read_checkpoint
 from fedpool.records import Signed
 from ibshell.ledgers import Ledger
@@ -95,12 +94,14 @@ def _write(ledger: Ledger, directory: Path, witnesses: Sequence[notes.Key], bar:
     for number, record in ledger.records(0, checkpoint.size):
         bar.at(number, ledger.site)
         lot.append(record)
-        for level, _, found in tree.append(merkle.leaf_hash(record)):
+        for level, _, found in tree.append(leaf_of(record)):
             if level % tiles.HEIGHT == 0:
                 if level // tiles.HEIGHT == len(hashes):
                     hashes.append([])
                 hashes[level // tiles.HEIGHT].append(found)
-        if len(lot) == tiles.WIDTH:
+        if len(lot) == tiles.WIDTH and all(map(is_forgotten, lot)):
+            lot = []
+        elif len(lot) == tiles.WIDTH:
             put(tiles.path("entries", number // tiles.WIDTH), tiles.bundle(lot))
             lot = []
     if lot:
@@ -207,12 +208,16 @@ class Exported:
         """
         for index in range(first // tiles.WIDTH, -(-last // tiles.WIDTH)):
             width = min(tiles.WIDTH, self.size - index * tiles.WIDTH)
-            bundle = tiles.unbundle(self._read("entries", index, width))
+            if width == tiles.WIDTH and not (self._directory / tiles.path("entries", index)).exists():
+                hashes = self._read("0", index, width)  # its records are forgotten
+                bundle = [FORGOTTEN + hashes[at : at + 32] for at in range(0, len(hashes), 32)]
+            else:
+                bundle = tiles.unbundle(self._read("entries", index, width))
             if len(bundle) != width:
                 raise IntegrityError(
                     f"{self._directory}: {tiles.path('entries', index, width)} has {len(bundle)} records, not {width}"
                 )
-            self._require_tile(0, index, [merkle.leaf_hash(record) for record in bundle])
+            self._require_tile(0, index, [leaf_of(record) for record in bundle])
             for number, record in enumerate(bundle, index * tiles.WIDTH):
                 if first <= number < last:
                     yield number, record
@@ -242,7 +247,7 @@ class Exported:
     def require_consistent(self, old: int, old_root: bytes, size: int, root: bytes) -> None:
         """Files are verified from their first record on, which leaves nothing to be shown."""
 
-    def remember(self, verified: Verified, replayed: ReplayState, covered: CoverageState, held: HoldingsState) -> None:
+    def remember(self, verified: Verified, rules: RulesState) -> None:
         """Nothing is remembered of files."""
 
 

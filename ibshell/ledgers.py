@@ -9,10 +9,9 @@ import msgspec
 
 from fedpool.client.connection import Connection
 from fedpool.errors import IntegrityError, NotAuthorised, NotFound
-from fedpool.leasing.coverage import CoverageState
-from fedpool.leasing.holdings import HoldingsState
-from fedpool.leasing.recorded import ReplayState
+from fedpool.leasing.rules import RulesState
 from fedpool.ledger import merkle, notes
+from fedpool.ledger.retention import told
 from fedpool.ledger.verification import Verified, read_checkpoint
 from fedpool.names import NAME
 from fedpool.wire.messages import (
@@ -45,21 +44,17 @@ def site_names(connection: Connection, wanted: Sequence[str]) -> list[str]:
 
 
 class Seen(msgspec.Struct):
-    """What is remembered of a site's ledger.
+    """What is remembered of a site's ledger; an earlier release remembered the rules otherwise, then they are followed anew.
 
     Attributes:
         key: that signs it, in the form of c2sp.org's notes.
         verified: how far its records were verified.
-        replayed: how far they were replayed, the same records.
-        covered: what was signed of what they granted.
-        held: who held what.
+        rules: how far the rules were followed, over the same records.
     """
 
     key: str
     verified: Verified
-    replayed: ReplayState
-    covered: CoverageState = msgspec.field(default_factory=CoverageState)
-    held: HoldingsState = msgspec.field(default_factory=HoldingsState)
+    rules: RulesState | None = None
 
 
 class Ledger:
@@ -129,6 +124,10 @@ class Ledger:
             yield from enumerate(page.records, first)
             first += len(page.records)
 
+    def told(self) -> Iterator[tuple[int, bytes]]:
+        """See `fedpool.ledger.retention.told`, of all that is there."""
+        return told(self.records(0, self.size))
+
     @property
     def witnessed_size(self) -> int:
         """How many records the latest checkpoint that others have cosigned covers."""
@@ -148,9 +147,9 @@ class Ledger:
         proof = self._connection.call("ledger.proof", asked, LedgerProof).hashes if 0 < old < size else []
         merkle.require_consistency(old, size, old_root, root, proof)
 
-    def remember(self, verified: Verified, replayed: ReplayState, covered: CoverageState, held: HoldingsState) -> None:
+    def remember(self, verified: Verified, rules: RulesState) -> None:
         """Keep how far it was verified, for the next time."""
-        self.seen = Seen(self.key.line(), verified, replayed, covered, held)
+        self.seen = Seen(self.key.line(), verified, rules)
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = self._path.with_suffix(".new")
         temporary.write_bytes(msgspec.json.encode(self.seen))

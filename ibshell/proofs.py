@@ -80,7 +80,7 @@ def concerned(ledgers: Mapping[str, Ledger], prefix: str) -> tuple[_About, dict[
     leases: set[str] = set()
     runs: dict[str, set[str]] = {}
     for ledger in ledgers.values():
-        for _, data in ledger.records(0, ledger.size):
+        for _, data in ledger.told():
             said = _ABOUT.decode(data)
             if said.lease.startswith(prefix):
                 leases.add(said.lease)
@@ -96,7 +96,7 @@ def concerned(ledgers: Mapping[str, Ledger], prefix: str) -> tuple[_About, dict[
     wanted = runs[about.run] if about.run else {about.lease}
     chosen: dict[str, dict[int, bytes]] = {}
     for name, ledger in ledgers.items():
-        for number, data in ledger.records(0, ledger.size):
+        for number, data in ledger.told():
             said = _ABOUT.decode(data)
             if said.lease in wanted or (about.run and said.run == about.run):
                 chosen.setdefault(name, {})[number] = data

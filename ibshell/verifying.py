@@ -13,11 +13,9 @@ from fedpool.client.connection import Connection
 from fedpool.errors import IbshellError, IntegrityError
 from fedpool.identity.authorities import parse_authority
 from fedpool.identity.trust import Trust
-from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.holdings import Holdings, over_limits
-from fedpool.leasing.recorded import Replay
+from fedpool.leasing.rules import LedgerRules
 from fedpool.ledger import merkle, notes
-from fedpool.ledger.records import Record
 from fedpool.ledger.verification import Finding, Verification, read_checkpoint
 from fedpool.ledger.witnesses import majority, witnesses_of
 from ibshell import proofs
@@ -45,19 +43,24 @@ class LedgerCheck:
         self.ledger = ledger
         self._trust = trust
         self._witnesses = witnesses
-        seen = None if full else ledger.seen
-        self._replay = Replay(seen.replayed if seen else None)
+        seen = None if full or ledger.seen is None or ledger.seen.rules is None else ledger.seen
         self._signatures = SignatureChecks(lambda: self._check.size - 1)
         past = trust.of_the_past() if trust is not None else None
-        self._coverage = Coverage(past, seen.covered if seen else None, self._signatures)
-        self.holdings = Holdings(seen.held if seen else None)
-        self._check = Verification(ledger.site, ledger.key, self._rules, seen.verified if seen else None)
+        self._rules = rules = LedgerRules(past, seen.rules if seen else None, self._signatures)
+        self._check = Verification(
+            ledger.site,
+            ledger.key,
+            lambda record: rules.take(self._check.size - 1, record),
+            seen.verified if seen else None,
+            rules.hashed,
+        )
         self._first = self._check.size
         self._cosigners: list[str] = []
 
-    def _rules(self, record: Record) -> list[str]:
-        self.holdings.take(self._check.size - 1, record)
-        return [*self._replay.take(record), *self._coverage.take(record)]
+    @property
+    def holdings(self) -> Holdings:
+        """Who held what."""
+        return self._rules.holdings
 
     def run(self, shown: Mapping[str, bytes], bar: Bar) -> None:
         """Verify its records, and that they are what was shown to others: {site: checkpoint}."""
@@ -71,7 +74,7 @@ class LedgerCheck:
             for at, problem in self._signatures.finish():
                 check.find(problem, at)
         check.finish(ledger.note)
-        for problem in self._coverage.finish():
+        for problem in self._rules.finish():
             check.find(problem)
         for size, root, said in check.earlier:
             try:
@@ -108,15 +111,16 @@ class LedgerCheck:
         """What came of it; where nothing is wrong, the next time goes on from here."""
         check, ledger = self._check, self.ledger
         if not check.faults:
-            ledger.remember(check.state(), self._replay.state(), self._coverage.state(), self.holdings.state())
+            ledger.remember(check.state(), self._rules.state())
         witnesses = self._witnesses
         row = {
             "site": ledger.site,
             "result": "faults" if check.faults else "whole",
             "records": check.size,
             "new": check.size - self._first,
-            "leases": self._replay.leases,
-            "signatures": self._coverage.requests,
+            "forgotten": check.forgotten,
+            "leases": self._rules.leases,
+            "signatures": self._rules.signatures,
             "root": check.root.hex()[:16],
             "witnesses": f"{len(self._cosigners)} of {len(witnesses)}" if witnesses else None,
             "faults": check.faults,

@@ -8,8 +8,8 @@ It is here to show that site/ledger.md says everything that somebody else needs,
 import base64
 import hashlib
 import json
-import struct
 import sys
+import zlib
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -17,18 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 WIDTH = 256
 NEXT = {
-    ("held", "commit"): "active",
-    ("held", "abort"): "aborted",
-    ("held", "end"): "ending",
-    ("active", "renew"): "active",
-    ("active", "resize"): "active",
-    ("active", "notify"): "active",
-    ("active", "transfer"): "active",
-    ("active", "end"): "ending",
-    ("ending", "release"): "released",
-    ("ending", "expire"): "expired",
-    ("ending", "revoke"): "revoked",
-    ("ending", "fail"): "failed",
+    "held": {"commit": "active", "abort": "aborted", "end": "ending"},
+    "active": {"renew": "active", "resize": "active", "notify": "active", "transfer": "active", "end": "ending"},
+    "ending": {"release": "released", "expire": "expired", "revoke": "revoked", "fail": "failed"},
 }
 
 
@@ -55,11 +46,13 @@ def parse_key(line, kind):
 
 def checkpoint(directory, key, witnesses):
     """(size, root) that the key, and all the witnesses, have signed."""
-    keys = [parse_key(key, 1), *(parse_key(line, 4) for line in witnesses)]
+    *others, cut = witnesses.split("\n")
+    keys = [parse_key(key, 1), *(parse_key(line, 4) for line in others)]
     text, _, signatures = (directory / "checkpoint").read_text().rpartition("\n\n")
     text, lines = text + "\n", signatures.split("\n")
-    if lines.pop() or len(lines) != len(keys):
-        raise Wrong("the checkpoint does not bear as many signatures as there are keys")
+    origin, size, root = text.split("\n")[:3]
+    if cut or lines.pop() or len(lines) != len(keys) or origin != keys[0][0]:
+        raise Wrong("the checkpoint is of another ledger, or does not bear as many signatures as there are keys")
     for line, (name, key_id, public) in zip(lines, keys, strict=True):
         dash, who, signature = line.split(" ")
         data = base64.b64decode(signature, validate=True)
@@ -67,26 +60,28 @@ def checkpoint(directory, key, witnesses):
             raise Wrong("the checkpoint is not signed by the key")
         message, data = text, data[4:]
         if public is not keys[0][2]:
-            (time,), data = struct.unpack(">Q", data[:8]), data[8:]
-            message = f"cosignature/v1\ntime {time}\n{text}"
+            message, data = f"cosignature/v1\ntime {int.from_bytes(data[:8])}\n{text}", data[8:]
         try:
             public.verify(data, message.encode())
         except InvalidSignature:
             raise Wrong("the checkpoint's signature is not of the key") from None
-    origin, size, root = text.split("\n")[:3]
-    if origin != keys[0][0]:
-        raise Wrong("the checkpoint is of another ledger")
     return int(size), base64.b64decode(root)
 
 
 def records(directory, size):
+    """(leaf hash, record) of each; None where the record is forgotten."""
     for index in range(-(-size // WIDTH)):
         width = min(WIDTH, size - index * WIDTH)
-        data, count = path(directory, "entries", index, width).read_bytes(), 0
+        file, count = path(directory, "entries", index, width), 0
+        if width == WIDTH and not file.exists():
+            data = path(directory, "0", index, width).read_bytes()
+            yield from ((data[at : at + 32], None) for at in range(0, len(data), 32))
+            continue
+        data = file.read_bytes()
         while data:
-            (length,) = struct.unpack(">H", data[:2])
-            yield data[2 : 2 + length]
-            data, count = data[2 + length :], count + 1
+            end = 2 + int.from_bytes(data[:2])
+            record, data, count = data[2:end], data[end:], count + 1
+            yield hashlib.sha256(b"\x00" + record).digest(), record
         if count != width:
             raise Wrong(f"bundle {index} has {count} records")
 
@@ -140,7 +135,7 @@ class Rules:
             self.leases[name] = (state, {})
         else:
             now, held = self.leases[name]
-            if NEXT.get((now, event)) != state:
+            if NEXT[now].get(event) != state:
                 raise Wrong(f"{name} is {now}; {event} does not make it {state}")
             self.leases[name] = (state, held)
         held = self.leases[name][1]
@@ -173,21 +168,28 @@ class Rules:
 def verify(directory, key=""):
     """How many records the ledger in a directory has; raises Wrong where it is not whole."""
     directory, named = Path(directory), Path(directory) / "witnesses"
-    lines = named.read_text().split("\n") if named.exists() else [""]
-    if lines.pop():
-        raise Wrong("the list of witnesses is cut short")
-    size, root = checkpoint(directory, key or (directory / "key").read_text()[:-1], lines)
-    hashes, rules = [], Rules()
-    for number, data in enumerate(records(directory, size)):
-        hashes.append(hashlib.sha256(b"\x00" + data).digest())
-        record = json.loads(data)
-        if json.dumps(record, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() != data:
+    witnesses = named.read_text() if named.exists() else ""
+    size, root = checkpoint(directory, key or (directory / "key").read_text()[:-1], witnesses)
+    hashes, rules, blind, to_come, token = [], Rules(), False, 0, 0
+    for number, (leaf, data) in enumerate(records(directory, size)):
+        hashes.append(leaf)
+        blind = blind or data is None
+        record = json.loads(data or b"{}")
+        if data and json.dumps(record, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() != data:
             raise Wrong(f"record {number} is not in canonical form")
+        if record.get("kind") == "seam" and blind:
+            blind, to_come, token = False, record["kept"], record["token"]
+            continue
+        if record.get("kind") == "kept" and to_come:
+            to_come, record = to_come - 1, json.loads(zlib.decompress(base64.b64decode(record["record"])))
+        elif blind:
+            continue
         try:
             rules.take(record)
+            rules.token = rules.token if to_come else max(rules.token, token)
         except (Wrong, KeyError) as error:
             raise Wrong(f"record {number}: {error}") from None
-    if len(hashes) != size or (root_of(hashes) if hashes else hashlib.sha256().digest()) != root:
+    if blind or len(hashes) != size or (root_of(hashes) if hashes else hashlib.sha256().digest()) != root:
         raise Wrong("the records are not those that were signed")
     check_tiles(directory, hashes)
     return size

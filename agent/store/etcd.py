@@ -373,8 +373,10 @@ class EtcdStore:
             await self._put([(self._piece_key(stream, self._number, self._run, f"{index:06}"), piece)], [])
         return zlib.compress(msgspec.json.encode(_Group(self._run, [], snapshot, len(pieces))), 1)
 
-    async def _put(self, values: list[tuple[bytes, bytes]], deleted: list[tuple[bytes, bytes]]) -> None:
-        """Write keys that are not there yet, as the leader, until it is known whether they stand.
+    async def _put(
+        self, values: list[tuple[bytes, bytes]], deleted: list[tuple[bytes, bytes]], *, in_place: bool = False
+    ) -> None:
+        """Write keys that are not there yet (or are, `in_place`), as the leader, until it is known whether they stand.
 
         Raises:
             StorageFailed: the leadership is lost; then nothing of it is written ever.
@@ -383,7 +385,7 @@ class EtcdStore:
         async def transaction(client: aetcd.Client) -> bool:
             t = client.transactions
             leads = t.value(self._key("leader")) == self._run.encode()
-            new = [t.version(key) == 0 for key, _ in values]
+            new = [] if in_place else [t.version(key) == 0 for key, _ in values]
             puts = [t.put(key, value) for key, value in values]
             deletes = [t.delete(start, end) for start, end in deleted]
             done, _ = await client.transaction(compare=[leads, *new], success=[*deletes, *puts], failure=[])
@@ -471,6 +473,22 @@ class EtcdStore:
                 raise IntegrityError(f"{self._url}: record {here} of the ledger is missing")
             found += more
         return found
+
+    async def replace_records(self, first: int, records: Sequence[bytes]) -> None:
+        """See `Store.replace_records`; all or none of each key.
+
+        Raises:
+            StorageFailed: etcd does not answer, or another leads.
+        """
+        last = first + len(records)
+        for begins in self._firsts[bisect_right(self._firsts, first) - 1 : bisect_right(self._firsts, last - 1)]:
+            there = await self._records_at(begins)
+            new = [
+                records[number - first] if first <= number < last else record
+                for number, record in enumerate(there, begins)
+            ]
+            packed = zlib.compress(msgspec.msgpack.encode(_Records(self._run, new)), 1)
+            await self._put([(self._record_key(begins), packed)], [], in_place=True)
 
     async def _records_at(self, first: int) -> list[bytes]:
         key = self._record_key(first)

@@ -288,6 +288,26 @@ class SqliteStore:
                 raise IntegrityError(f"{self.path}: record {position - 1} of the ledger is missing")
         return [body for _, body in rows]
 
+    async def replace_records(self, first: int, records: Sequence[bytes]) -> None:
+        """See `Store.replace_records`.
+
+        Raises:
+            StorageFailed: the disk is full, read-only or broken.
+        """
+        rows = [(record, number) for number, record in enumerate(records, first + 1)]
+
+        def change() -> None:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany("UPDATE records SET body = ? WHERE number = ?", rows)
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise StorageFailed(f"{self.path} cannot be written: {error}", "make room on the disk") from None
+
+        await self._ask(change)
+
     async def last_written(self) -> Instant:
         """See `Store.last_written`."""
         row = await self._ask(

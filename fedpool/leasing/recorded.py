@@ -250,6 +250,10 @@ class Replay:
         """Where it is; between the records of one lease there is no place to go on from."""
         return ReplayState(self.leases, self._token, self._term, set(self._cordons), dict(self._known))
 
+    def stands_at(self, token: int, term: int) -> None:
+        """Tokens and terms had come so far where the records begin."""
+        self._token, self._term = max(self._token, token), max(self._term, term)
+
     def held(self) -> dict[str, int]:
         """{UUID: thousandths taken} after the records so far."""
         return dict(self._used)

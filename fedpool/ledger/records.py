@@ -227,6 +227,32 @@ class Refusal(Record, frozen=True, kw_only=True, tag="refusal"):
     more: int = 0
 
 
+class LedgerSeam(Record, frozen=True, kw_only=True, tag="seam"):
+    """Records before this one may be forgotten: the next `kept` ones repeat what is still in force.
+
+    Attributes:
+        kept: how many.
+        token: the largest fencing token so far.
+        term: of the hub that is obeyed.
+    """
+
+    kept: int
+    token: int
+    term: int = 0
+
+
+class Kept(Record, frozen=True, kw_only=True, tag="kept"):
+    """A record that is still in force, repeated.
+
+    Attributes:
+        number: of the record that it was first.
+        record: base64 of its text, compressed (RFC 1950).
+    """
+
+    number: int
+    record: str
+
+
 class Granted(msgspec.Struct, frozen=True, omit_defaults=True):
     """Devices that were granted together.
 
@@ -295,6 +321,8 @@ AnyRecord: TypeAlias = (
     | RoundSaid
     | LoggedIn
     | Refusal
+    | LedgerSeam
+    | Kept
     | LeaseSaid
     | LeaseDevices
 )

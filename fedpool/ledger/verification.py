@@ -12,6 +12,7 @@ import msgspec
 from fedpool.errors import IbshellError, IntegrityError
 from fedpool.ledger import canonical, merkle, notes
 from fedpool.ledger.records import LedgerOpened, Record, decode, encode, time_of
+from fedpool.ledger.retention import is_forgotten, leaf_of
 
 FINDINGS_MAX = 100  # are kept; the others are counted
 
@@ -52,17 +53,24 @@ class Verification:
         site: whose ledger it is to be.
         key: that signs its checkpoints.
         rules: takes each record and says what is wrong with it.
+        hashed: told of every record before: its number, its leaf hash, and whether no more is left of it.
         since: where an earlier verification ended, or None.
 
     Attributes:
         findings: what is wrong, the first `FINDINGS_MAX`.
         faults: how much is wrong.
         unknown: records of kinds that this release does not know.
+        forgotten: records of which only the hash is left, here.
         earlier: (size, root, who says so) of what somebody has seen of the records before these; a proof has to show it.
     """
 
     def __init__(
-        self, site: str, key: notes.Key, rules: Callable[[Record], Sequence[str]], since: Verified | None = None
+        self,
+        site: str,
+        key: notes.Key,
+        rules: Callable[[Record], Sequence[str]],
+        since: Verified | None = None,
+        hashed: Callable[[int, bytes, bool], None] = lambda number, leaf, is_forgotten: None,
     ) -> None:
         self.site = site
         self.findings: list[Finding] = []
@@ -71,6 +79,9 @@ class Verification:
         self.unknown = since.unknown if since else 0
         self._key = key
         self._rules = rules
+        self._hashed = hashed
+        self._texts = 0
+        self.forgotten = 0
         self._tree = merkle.Frontier(since.size, since.peaks) if since else merkle.Frontier()
         self._time = since.time if since else 0
         self._expected: dict[int, list[tuple[bytes, str]]] = {}  # {size: (root, who says so)}
@@ -114,10 +125,17 @@ class Verification:
 
     def take(self, data: bytes) -> None:
         """One more record."""
-        number = self._tree.size
-        self._tree.append(merkle.leaf_hash(data))
+        number, leaf, gone = self._tree.size, leaf_of(data), is_forgotten(data)
+        self._tree.append(leaf)
         if self._tree.size in self._expected:
             self._compare()
+        self._hashed(number, leaf, gone)
+        if gone:
+            self.forgotten += 1
+            if self._texts:
+                self.find("it is kept back: what is forgotten comes before everything else", number)
+            return
+        self._texts += 1
         try:
             record = decode(data)
             if record is None or encode(record) != data:

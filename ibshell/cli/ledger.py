@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from fedpool.errors import IbshellError, IntegrityError, Refused, StorageFailed,
 from fedpool.leasing.usage import LeaseUse, Outflow, Usage
 from fedpool.ledger import merkle
 from fedpool.ledger.records import decode
+from fedpool.ledger.retention import is_forgotten, leaf_of, told
 from fedpool.ledger.verification import read_checkpoint
 from fedpool.records import Signed
 from fedpool.units import format_size, parse_duration
@@ -49,6 +50,7 @@ VERIFIED = [
     Column("RESULT", "result"),
     Column("RECORDS", "records"),
     Column("NEW", "new"),
+    Column("FORGOTTEN", "forgotten", wide=True),
     Column("LEASES", "leases"),
     Column("SIGNED", "signatures"),
     Column("ROOT", "root"),
@@ -114,6 +116,8 @@ def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
         what = f"round {said['round']}: {said['event']}, {said['bytes']} bytes, {said['form']}, {len(said['cohort'])} sites"
     elif kind == "login":
         what = f"{said['who']} with {said['software']}"
+    elif kind in ("seam", "kept"):
+        what = f"repeats {said['kept']} records" if kind == "seam" else f"record {said['number']} again"
     elif kind in ("policy", "roster"):
         what = f"{said.get('number', '')} {said['digest'][:16]}".strip()
     elif not what and "for_ms" in said:
@@ -138,11 +142,12 @@ def _last(ledger: Ledger, wanted: _Filter, count: int) -> list[dict[str, Any]]:
     last = ledger.size
     while last > 0 and (not count or len(found) < count):
         first = max(0, last - PAGE)
-        page = [_item(ledger.site, number, data) for number, data in ledger.records(first, last)]
+        there = [said for said in ledger.records(first, last) if not is_forgotten(said[1])]
+        page = [_item(ledger.site, number, data) for number, data in there]
         recent = [item for item in page if item["said"].get("time", 0) >= wanted.since_ms]
         found = [item for item in recent if wanted.matches(item)] + found
-        if len(recent) < len(page):
-            break  # times never go back
+        if len(recent) < last - first:
+            break  # times never go back, and what is forgotten is older still
         last = first
     return found[-count:] if count else found
 
@@ -386,13 +391,18 @@ def _folded(ledger: Ledger, usage: Usage, bar: Bar) -> str:
         IntegrityError: it is not.
     """
     tree = merkle.Frontier()
-    for number, data in ledger.records(0, ledger.size):
-        tree.append(merkle.leaf_hash(data))
+
+    def hashed() -> Iterator[tuple[int, bytes]]:
+        for number, data in ledger.records(0, ledger.size):
+            tree.append(leaf_of(data))
+            yield number, data
+            if number % 1000 == 0:
+                bar.at(number, ledger.site)
+
+    for number, data in told(hashed()):
         record = decode(data)
         if record is not None:
             usage.take(number, record)
-        if number % 1000 == 0:
-            bar.at(number, ledger.site)
     if tree.root() != read_checkpoint(ledger.note, ledger.key).root:
         raise IntegrityError(f"the records of {ledger.site} are not those it signed", "ibshell ledger verify --full")
     return tree.root().hex()

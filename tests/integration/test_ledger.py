@@ -27,6 +27,8 @@ from fedpool.transport.identity import Identity
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted, ProofWanted, RecordsWanted
 from ibshell import proofs
 from ibshell.exported import Exported
+from ibshell.progress import Bar
+from ibshell.verifying import LedgerCheck
 
 pytestmark = pytest.mark.integration
 
@@ -447,12 +449,10 @@ def test_whatever_is_changed_in_a_file_both_find_it(exported, tmp_path):
             ledger_verifier.verify(broken)
         with pytest.raises(IbshellError):
             ledger = Exported(broken, "")
-            check = Verification(ledger.site, ledger.key, Replay().take)
-            for _, record in ledger.records(0, ledger.size):
-                check.take(record)
-            check.finish(ledger.note)
-            if check.findings:
-                raise IntegrityError(check.findings[0].problem)
+            check = LedgerCheck(ledger, None, ledger.witnesses)
+            check.run({}, Bar("verifying"))
+            for finding in check.result()[1]:
+                raise IntegrityError(finding.problem)
 
 
 def test_an_export_is_sealed_by_its_witnesses_and_verified_by_the_authority_alone(exported, tmp_path):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -163,6 +163,13 @@ class Store:
 
     async def records(self, first, count):
         return [row.body for row in self.disk.rows if row.stream == RECORDS][first : first + count]
+
+    async def replace_records(self, first, records):
+        if self.disk.full:
+            raise StorageFailed("the disk is full")
+        places = [place for place, row in enumerate(self.disk.rows) if row.stream == RECORDS]
+        for place, record in zip(places[first:], records, strict=False):
+            self.disk.rows[place] = replace(self.disk.rows[place], body=record)
 
     async def last_written(self):
         last = self.disk.rows[-1] if self.disk.rows else None
