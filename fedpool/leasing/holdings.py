@@ -155,6 +155,8 @@ class Holdings:
             self._give_back(self._state.leases.pop(said.lease, LeaseHeld()).parts, said.time)
             return
         known = self._state.leases.get(said.lease, LeaseHeld())
+        if said.grants is None and said.leaving is None and all(part.tenant == said.tenant for part in known.parts):
+            return
         counts = Counter(known.granted)
         if said.grants is not None:
             counts = self._kinds(uuid for group in said.grants for uuid in group.devices)
@@ -206,7 +208,9 @@ def over_limits(sites: Mapping[str, Holdings]) -> list[Finding]:
         lines = {(quota.kind, quota.site) for one in changes[tenant] for quota in one.quotas if quota.limit is not None}
         for kind, where in sorted(lines):
             concerned = [(site, held) for site, held in parts if kind in (ANY, held.kind) and where in (ANY, site)]
-            alone = {site: [one for one in concerned if one[0] == site] for site, _ in concerned}
+            alone: dict[str, list[tuple[str, Held]]] = {}
+            for site, held in concerned:
+                alone.setdefault(site, []).append((site, held))
             for group in alone.values():
                 found += _swept(tenant, (kind, where), group, changes[tenant], sites, 0.0)
             if len(alone) > 1:

@@ -2,19 +2,22 @@
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpool.identity import certificates, requests
 from fedpool.identity.authorities import authority_fingerprint
 from fedpool.identity.keys import key_blob
+from fedpool.identity.principals import OPERATOR
 from fedpool.identity.trust import Trust
-from fedpool.leasing.coverage import Coverage
-from fedpool.leasing.recorded import Replay, requested
+from fedpool.leasing.holdings import over_limits
+from fedpool.leasing.recorded import requested
+from fedpool.leasing.rules import LedgerRules
 from fedpool.ledger import merkle, notes
 from fedpool.ledger.records import Granted, LeaseSaid, LedgerOpened, Record, Requested, SiteStarted, encode_at
 from fedpool.ledger.verification import Verification
+from fedpool.records import Quota, Tenant
 from fedpool.wire.messages import LeaseWanted
 from ibshell.measure.figure import Figure
 from ibshell.signature_checks import SignatureChecks
@@ -24,6 +27,7 @@ MORE = 1000
 REACH_S = 60.0
 REACH_MORE_S = 1.0
 LIVING = 64  # leases at a time, of two devices
+LIMIT = 2 * LIVING
 
 
 def _records(count: int, first: int = 0) -> Iterator[Record]:
@@ -54,9 +58,15 @@ class _Tenant:
     def __init__(self) -> None:
         self.authority, self.key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
         public = self.key.public_key().public_bytes_raw()
-        role = ("tenant/oncology",)
+        role = ("tenant/oncology", OPERATOR)
         self.certificate = certificates.issue(self.authority, certificates.USER, public, role, "bench", 1, (0, 1 << 40))
         self.trust = Trust("bench@0", (key_blob(self.authority.public_key().public_bytes_raw()),))
+
+    def limit(self) -> Requested:
+        """What an operator has signed about it, as a record."""
+        wanted = Tenant("oncology", quotas=(Quota("*", "*", LIMIT, LIMIT),))
+        payload = requests.compose("bench@0", "tenant.set", wanted, OPERATOR, (), 1, "0" * 32)
+        return requested("", requests.sign(self.key, self.certificate, payload))
 
     def request(self, lease: str, nonce: int) -> Requested:
         """A signed request for a lease, as a record."""
@@ -70,6 +80,7 @@ def _signed(count: int, tenant: _Tenant) -> Iterator[Record]:
     yield SiteStarted(
         epoch=1, software="bench", pool="bench@0", authorities=(authority_fingerprint(tenant.trust.authorities[0]),)
     )
+    yield tenant.limit()
     for number, record in enumerate(_records(count * 4 // 5)):
         if isinstance(record, LeaseSaid) and record.event == "hold":
             yield tenant.request(record.lease, number)
@@ -81,25 +92,30 @@ def _verified_signed(signing: Ed25519PrivateKey, key: notes.Key) -> tuple[float,
     tenant, tree = _Tenant(), merkle.Frontier()
     data = _written(tree, iter([LedgerOpened(format=1, site="bench", key="")]), 1)
     data += _written(tree, _signed(RECORDS, tenant), 2)
-    replay = Replay()
     began = time.perf_counter()
     with SignatureChecks(lambda: check.size - 1) as checks:
-        coverage = Coverage(tenant.trust, None, checks)
-        check = Verification("bench", key, lambda record: [*replay.take(record), *coverage.take(record)])
+        rules = LedgerRules(tenant.trust, None, checks)
+        check = _check(key, rules, lambda: check.size - 1)
         for record in data:
             check.take(record)
         wrong = checks.finish()
     check.finish(_note(tree, signing, key.name))
+    over = over_limits({"bench": rules.holdings})
     took = time.perf_counter() - began
-    if wrong or check.findings or coverage.finish():
-        raise AssertionError(f"{wrong[:1]} {check.findings[:1]}")
+    if wrong or check.findings or rules.finish() or over:
+        raise AssertionError(f"{wrong[:1]} {check.findings[:1]} {over[:1]}")
     message = b"x" * 400
     value = tenant.key.sign(message)
     public = tenant.key.public_key()
     began = time.perf_counter()
     for _ in range(2000):
         public.verify(value, message)
-    return took, coverage.requests, (time.perf_counter() - began) / 2000
+    return took, rules.signatures, (time.perf_counter() - began) / 2000
+
+
+def _check(key: notes.Key, rules: LedgerRules, number: Callable[[], int]) -> Verification:
+    """As `ibshell ledger verify` checks."""
+    return Verification("bench", key, lambda record: rules.take(number(), record), None, rules.hashed)
 
 
 def _written(tree: merkle.Frontier, records: Iterator[Record], time_ms: int) -> list[bytes]:
@@ -131,7 +147,7 @@ def measure() -> list[Figure]:
         hashlib.sha256(record).digest()
     bare = time.perf_counter() - began
 
-    check = Verification("bench", key, Replay().take)
+    check = _check(key, LedgerRules(None), lambda: check.size - 1)
     began = time.perf_counter()
     for record in data:
         check.take(record)
