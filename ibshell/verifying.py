@@ -5,6 +5,7 @@ A ledger is asked for through the hub, or lies in files; both are verified in th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +24,8 @@ from ibshell.exported import Exported, found_in
 from ibshell.ledgers import Ledger, seen_by, site_names
 from ibshell.progress import Bar
 from ibshell.signature_checks import SignatureChecks
+
+TOLD_S = 600.0  # so long a site may take to hear of a roster
 
 Result: TypeAlias = tuple[dict[str, Any], list[Finding]]
 
@@ -102,6 +105,15 @@ class LedgerCheck:
         """It is sealed: so many have cosigned its checkpoint."""
         if len(self._cosigners) < needed:
             self._check.find(f"{len(self._cosigners)} sites have witnessed it; {needed} are needed")
+
+    def require_roster(self, unix: float) -> None:
+        """The site, which is up, goes by the roster that is known here, unless that is very new: else the hub withholds it."""
+        trust, rules = self._trust, self._rules
+        if trust is not None and rules.roster < trust.number and unix - trust.signed_ms / 1000 > TOLD_S:
+            self._check.find(
+                f"it goes by roster {rules.roster}; the pool's authority has signed roster {trust.number}: the hub withholds "
+                "what is revoked"
+            )
 
     def find(self, finding: Finding) -> None:
         """Something is wrong with it that shows beside other ledgers only."""
@@ -231,6 +243,7 @@ def at_sites(connection: Connection, wanted: Iterable[str], full: bool) -> list[
                 keys = [proofs.witness_key(other.key) for other in witnesses]
                 check = LedgerCheck(ledger, trust, keys, full)
                 check.run({other: known[name] for other, known in seen.items() if name in known}, bar)
+                check.require_roster(time.time())
                 checks[name] = check
             except IbshellError as error:
                 checks[name] = error

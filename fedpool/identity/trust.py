@@ -37,6 +37,7 @@ class Trust:
 
     Attributes:
         number: of the latest roster.
+        signed_ms: when that was signed, Unix milliseconds.
         denied: what is believed no longer.
         sites: {name: key} of the pool's sites; the same object whatever roster comes.
     """
@@ -44,7 +45,7 @@ class Trust:
     def __init__(self, pool: str, authorities: tuple[bytes, ...]) -> None:
         self.pool = pool
         self.authorities = authorities
-        self.number = 0
+        self.number = self.signed_ms = 0
         self.denied = Denied()
         self.sites: dict[str, bytes] = {}
         self._former: tuple[bytes, ...] = ()
@@ -65,7 +66,7 @@ class Trust:
         self._go_by(read(signed))
 
     def _go_by(self, found: Roster) -> None:
-        self.authorities, self.number = found.authority_keys(), found.number
+        self.authorities, self.number, self.signed_ms = found.authority_keys(), found.number, found.time_ms
         self._former = found.former_keys()
         self.denied = Denied(frozenset(found.denied_serials), frozenset(found.denied_keys))
         sites = found.site_keys()

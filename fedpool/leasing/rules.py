@@ -13,7 +13,7 @@ from fedpool.leasing.coverage import Coverage, CoverageState
 from fedpool.leasing.holdings import Holdings, HoldingsState
 from fedpool.leasing.recorded import Replay, ReplayState
 from fedpool.ledger import merkle
-from fedpool.ledger.records import Kept, LeaseSaid, LedgerSeam, Record, decode
+from fedpool.ledger.records import Kept, LeaseSaid, LedgerSeam, Record, RosterObeyed, decode
 from fedpool.ledger.retention import text_of
 
 
@@ -23,6 +23,7 @@ class RulesState(msgspec.Struct):
     replayed: ReplayState = msgspec.field(default_factory=ReplayState)
     covered: CoverageState = msgspec.field(default_factory=CoverageState)
     held: HoldingsState = msgspec.field(default_factory=HoldingsState)
+    roster: int = 0
 
 
 class LedgerRules:
@@ -36,6 +37,7 @@ class LedgerRules:
     Attributes:
         holdings: who held what.
         signatures: how many were checked.
+        roster: number of the roster that the site goes by.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LedgerRules:
         self._replay = Replay(state.replayed)
         self._coverage = Coverage(self._trust, state.covered, self._check)
         self.holdings = Holdings(state.held)
+        self.roster = state.roster
 
     @property
     def leases(self) -> int:
@@ -67,7 +70,7 @@ class LedgerRules:
 
     def state(self) -> RulesState:
         """Where it is."""
-        return RulesState(self._replay.state(), self._coverage.state(), self.holdings.state())
+        return RulesState(self._replay.state(), self._coverage.state(), self.holdings.state(), self.roster)
 
     def hashed(self, number: int, leaf: bytes, is_forgotten: bool) -> None:
         """A record is there, or only its hash is."""
@@ -90,6 +93,8 @@ class LedgerRules:
 
     def _follows(self, number: int, record: Record) -> list[str]:
         self.holdings.take(number, record)
+        if isinstance(record, RosterObeyed):
+            self.roster = record.number
         before = self._coverage.requests
         found = [*self._replay.take(record), *self._coverage.take(record)]
         self.signatures += self._coverage.requests - before

@@ -447,6 +447,20 @@ def test_a_roster_that_no_authority_signed_is_refused_and_recorded(pool, tmp_pat
         trust.adopt(bent)
 
 
+def test_a_roster_that_the_hub_withholds_is_missed(pool):
+    """Somebody has it from the operator; the sites have recorded that they go by an earlier one."""
+    assert {row["result"] for row in pool.json("ledger", "verify")["items"]} == {"whole"}
+    known = roster.read(msgspec.json.decode((pool.client / "roster.json").read_bytes(), type=Signed))
+    later = msgspec.structs.replace(known, number=known.number + 1, time_ms=known.time_ms - 3_600_000)
+    (pool.client / "roster.json").write_bytes(msgspec.json.encode(Authority(pool.authority).sign(later)))
+    found = json.loads(pool.cli("ledger", "verify", "-o", "json", status=9).stdout)["findings"]
+    assert {finding["site"] for finding in found} == set(pool.site_names())
+    assert all(
+        f"goes by roster {known.number}; the pool's authority has signed roster {later.number}" in finding["problem"]
+        for finding in found
+    )
+
+
 def test_a_forged_request_is_refused_by_the_site_and_stands_in_its_ledger(make_pool):
     """What a malicious hub could put to a site: the site's own socket, as the hub's bridge has it."""
     from fedpool.leasing.requests import Hold
