@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from agent.ledger import SiteLedger
@@ -86,19 +86,18 @@ class HouseRules:
         match event:
             case Hold():
                 self.require_witnessed()
-                kinds = event.shape.kinds or tuple(
-                    device.kind for device in machine.devices if device.uuid in event.shape.devices
-                )
+                kinds = event.shape.kinds or tuple(_kinds(machine, event.shape.devices))
                 self._lease(event.tenant, event.gpus, kinds, event.duration_s, event.lease, machine, unix)
                 self._room(event.tenant, event.gpus, kinds, event.lease, machine)
             case Renew() if lease is not None:
                 self._lease(lease.tenant, len(lease.grants), (), event.duration_s, lease.id, machine, unix)
             case Resize() if lease is not None and event.gpus > len(lease.grants) - len(lease.leaving):
                 self.require_witnessed()
-                self._lease(lease.tenant, event.gpus, (), 1.0, lease.id, machine, unix)
-                self._room(lease.tenant, event.gpus, (), lease.id, machine)
+                kinds = lease.shape.kinds or tuple(_kinds(machine, [grant.uuid for grant in lease.grants]))
+                self._lease(lease.tenant, event.gpus, kinds, 1.0, lease.id, machine, unix)
+                self._room(lease.tenant, event.gpus, kinds, lease.id, machine)
             case Transfer() if lease is not None and event.tenant not in (lease.tenant, lease.next_tenant):
-                kinds = tuple({d.kind for d in machine.devices if any(d.uuid == grant.uuid for grant in lease.grants)})
+                kinds = tuple(_kinds(machine, [grant.uuid for grant in lease.grants]))
                 self._lease(event.tenant, len(lease.grants), kinds, 1.0, lease.id, machine, unix)
                 self._room(event.tenant, len(lease.grants), kinds, lease.id, machine)
 
@@ -135,6 +134,11 @@ class HouseRules:
     def _room(self, tenant: str, gpus: int, kinds: tuple[str, ...], about: str, machine: SiteGrants) -> None:
         if self._tenancy is not None:
             self._tenancy.require_room(tenant, gpus, kinds, _others(tenant, about, machine), machine.devices)
+
+
+def _kinds(machine: SiteGrants, uuids: Sequence[str]) -> dict[str, None]:
+    """Of what kinds devices are; where none are named, it may be any that the site has."""
+    return dict.fromkeys(device.kind for device in machine.devices if not uuids or device.uuid in uuids)
 
 
 def _others(tenant: str, about: str, machine: SiteGrants) -> list[SiteLease]:

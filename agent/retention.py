@@ -17,7 +17,7 @@ from agent.ports import Clock, Store
 from fedpool.errors import IbshellError
 from fedpool.leasing.seams import InForce
 from fedpool.ledger import tiles
-from fedpool.ledger.records import Record, encode_at, time_of
+from fedpool.ledger.records import Record, encode_at, kind_of, time_of
 from fedpool.ledger.retention import forgotten, is_forgotten
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,14 @@ class Retention:
             await self._write_seam()
         old = [seam for seam in self._seams if now_ms - seam.time_ms >= 1000 * self._keep_s]
         if old and self._ledger.witnessed_by_majority >= old[-1].after:
-            await self._forget(first, old[-1].first // tiles.WIDTH * tiles.WIDTH)
+            last = old[-1].first // tiles.WIDTH * tiles.WIDTH
+            if await self._comes_first(old[-1], last):
+                await self._forget(first, last)
+
+    async def _comes_first(self, seam: SeamWritten, number: int) -> bool:
+        """Whether a seam is the first that is left from a number on: whoever verifies begins with that one."""
+        left = await self._store.records(number, seam.first - number)
+        return not any(kind_of(record) == "seam" for record in left)
 
     async def _first_present(self) -> int:
         """The first record that is not forgotten: what is forgotten comes before everything else."""
@@ -102,7 +109,8 @@ class Retention:
         return low
 
     async def _write_seam(self) -> None:
-        in_force, number = InForce(), self._seams[-1].first if self._seams else 0
+        relied_on = [seam.first for seam in self._seams]
+        in_force, number = InForce(relied_on), relied_on[-1] if relied_on else 0
         while number < self._ledger.size:
             for data in await self._store.records(number, min(PAGE, self._ledger.size - number)):
                 in_force.take(number, data)

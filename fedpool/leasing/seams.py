@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from fedpool.leasing import lease as life
 from fedpool.leasing.recorded import CARRIED
@@ -29,9 +29,14 @@ _Said = tuple[int, bytes]
 
 
 class InForce:
-    """Follows a site's records and keeps those that still say something."""
+    """Follows a site's records and keeps those that still say something.
 
-    def __init__(self) -> None:
+    Args:
+        relied_on: numbers of the seams that may be, None for all.
+    """
+
+    def __init__(self, relied_on: Collection[int] | None = None) -> None:
+        self._relied_on = relied_on
         self._token = self._term = 0
         self._to_come = 0
         self._forget()
@@ -47,6 +52,8 @@ class InForce:
         """One more record, or one that a seam repeats."""
         record = decode(data)
         if isinstance(record, LedgerSeam):
+            if self._relied_on is not None and number not in self._relied_on:
+                return
             self._forget()  # what follows says everything again
             self._to_come = record.kept
             self._token, self._term = max(self._token, record.token), max(self._term, record.term)

@@ -86,6 +86,21 @@ def test_a_site_gives_a_tenant_no_more_than_it_may_have_at_all(hostile):
     assert {row["result"] for row in pool.json("ledger", "verify")["items"]} == {"whole"}
 
 
+def test_a_hold_that_names_no_type_is_no_way_round_a_policy(make_pool):
+    pool = make_pool(1, start=False)
+    (pool.site_directory("site") / "policy.toml").write_text('types = ["a100"]')
+    path = pool.site_directory("site") / "site.toml"
+    path.write_text('policy_file = "policy.toml"\n' + path.read_text())
+    pool.start("site")
+    hostile = Hostile(pool)
+    for shape in (SHAPE, Shape()):
+        wanted = LeaseWanted("oncology", 1, 600.0, id="00000001")
+        signed = hostile.sign("lease.request", wanted, "tenant/oncology")
+        asked = Hold("00000001", "oncology", 1, 10.0, 1, shape, 600.0, 1, signed)
+        with pool.bridge("site") as hub, pytest.raises(Forbidden, match="h100 is not leased here; allowed are: a100"):
+            hub.call("lease.hold", asked, SiteLease)
+
+
 def test_what_a_hub_gives_over_a_quota_at_several_sites_is_found(hostile):
     for site in ("site-01", "site-02"):
         adopt(hostile, site, hostile.limit(1, age_s=1000))
