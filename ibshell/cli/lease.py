@@ -250,10 +250,10 @@ def request(
                 fate.waits = True
                 view = _follow(connection, view, wait_s)
             _show(view, output)
+    _judge(view, at, wait)
     if output is None:
         short = view.lease.id[:4]
         diagnostics.say(f"next: ibshell lease renew {short} --for 1h, ibshell lease release {short}")
-    _judge(view, at, wait)
 
 
 def _judge(view: LeaseView, at: str, wait: str) -> None:
