@@ -181,6 +181,11 @@ class LocalPool:
         return authority, [f"pool = {_toml(pool)}", f"authorities = [{_toml(line)}]"]
 
     @property
+    def has_hub(self) -> bool:
+        """Whether its hub was set up on this machine; what is remembered of a pool that was joined lies in `directory` too."""
+        return (self.directory / "hub").exists()
+
+    @property
     def client(self) -> Path:
         """What this user needs to ask the hub."""
         return self.directory / "client"

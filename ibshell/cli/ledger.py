@@ -109,7 +109,8 @@ def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
     if kind == "request":
         asked = json.loads(said["payload"])
         role, _, name = asked["principal"].partition("/")
-        what, tenant = f"{asked['method']} signed by {asked['principal']}", name if role == "tenant" else ""
+        about = str(asked["body"].get("name", "")) if asked["method"].startswith("tenant.") else ""
+        what, tenant = f"{asked['method']} signed by {asked['principal']}", name if role == "tenant" else about
     if said.get("next_tenant"):
         what = f"to {said['next_tenant']}"
     elif kind == "round":

@@ -41,8 +41,8 @@ def hub() -> Connection:
         return connect(Path(name.removeprefix("unix://")))
     if not name.startswith("ssh://"):
         pool = LocalPool(name)
-        joined = not pool.directory.exists() and contexts.joined_directory(name).exists()
-        return contexts.connect(name) if joined else pool.connect()
+        joined = contexts.joined_directory(name).exists()
+        return contexts.connect(name) if joined and not pool.has_hub else pool.connect()
     from fedpool.client.remote import connect_ssh
     from fedpool.identity.keys import parse_public
 

@@ -246,7 +246,7 @@ def approve_one(name: str, for_: str, refuse: str = "") -> None:
             render.write(f"{asked.name} is not let in: {refuse}\n")
             return
         found = own.let_in(connection, asked, parse_duration(for_) if for_ else None)
-    render.write(f"{asked.name} is in as {asked.role}: {fingerprint(parse_public(asked.key, 'the key'))}\n")
+    render.write(f"{found.key_id} is in as {asked.role}: {fingerprint(parse_public(asked.key, 'the key'))}\n")
     left = found.valid_before - time.time()
     diagnostics.say(f"its certificate holds for {format_duration(left)}; ibshell pool renew --watch renews it")
 

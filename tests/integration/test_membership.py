@@ -215,6 +215,7 @@ def test_people_have_the_roles_they_were_invited_for(make_pool):
     shown = pool.json("pool", "show", **ana)
     assert shown["roles"] == ["tenant/oncology"] and shown["sites"] == ["site-01", "site-02"]
     # Revoked: no new lease, and what it has stays as it is until the operator ends it.
+    pool.json("ledger", "verify", **ana)  # what is remembered of it makes the pool none of ana's machine
     pool.cli("pool", "revoke", "ana")
     refused = pool.cli("lease", "request", "-t", "oncology", "-g", "1", status=4, **ana)
     assert "expired or was revoked" in refused.stderr
