@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from agent.tenancy import digest_of_signed
 from fedpool.errors import IbshellError, NotFound, Refused, UsageError
 from fedpool.identity import certificates
 from fedpool.identity.principals import site_principal
-from fedpool.identity.roster import Roster, read
+from fedpool.identity.roster import Roster, read, signer_of
 from fedpool.identity.trust import Trust
 from fedpool.names import NAME
 from fedpool.records import Signed
@@ -232,8 +233,13 @@ class Membership:
                 self._begin(self._send(link))
 
     async def _send(self, link: SiteLink) -> None:
-        known = link.description.roster if link.description is not None else 0
-        for signed in self._rosters.since(known):
+        known, authority = 0, ""
+        if link.description is not None:
+            known, authority = link.description.roster, link.description.certificate_authority
+        rosters = self._rosters.since(known)
+        if not known and authority:  # who has none yet believes the authority that let them in, not those before it
+            rosters = list(itertools.dropwhile(lambda signed: signer_of(signed) != authority, rosters))
+        for signed in rosters:
             try:
                 await link.call("roster.adopt", RosterGiven(signed), Nothing)
             except Refused:  # it has a later one

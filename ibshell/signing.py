@@ -103,8 +103,7 @@ class PoolSigner:
         from fedpool.wire.membership import RosterShown, RosterWanted
 
         trust = self.trust()
-        for shown in hub.call("pool.roster", RosterWanted(trust.number), RosterShown).rosters:
-            trust.adopt(shown)
+        for shown in trust.follow(hub.call("pool.roster", RosterWanted(trust.number), RosterShown).rosters):
             temporary = self._directory / "roster.json.new"
             temporary.write_bytes(msgspec.json.encode(shown))
             temporary.replace(self._directory / "roster.json")

@@ -13,7 +13,7 @@ import msgspec
 
 from fedpool.errors import NotAuthorised, Refused, UsageError
 from fedpool.identity import sshsig
-from fedpool.identity.authorities import parse_authority
+from fedpool.identity.authorities import authority_fingerprint, parse_authority
 from fedpool.identity.keys import parse_public
 from fedpool.names import NAME
 from fedpool.records import Signed
@@ -100,6 +100,11 @@ def read(signed: Signed) -> Roster:
         if not _FINGERPRINT.fullmatch(fingerprint):
             raise UsageError(f"a roster that denies the key {fingerprint[:80]!r}", "write SHA256:…")
     return roster
+
+
+def signer_of(signed: Signed) -> str:
+    """Fingerprint of the key that is said to have signed a roster; not checked."""
+    return authority_fingerprint(sshsig.parse(signed.signature).key)
 
 
 def open_(signed: Signed, pool: str, authorities: tuple[bytes, ...], number: int) -> Roster:

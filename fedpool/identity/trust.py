@@ -1,6 +1,7 @@
 """Whom a party believes: the pool's certificate authorities, less what they have denied again."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 import msgspec
@@ -60,6 +61,29 @@ class Trust:
         found = open_(signed, self.pool, self.authorities, self.number)
         self._go_by(found)
         return found
+
+    def follow(self, rosters: Iterable[Signed]) -> list[Signed]:
+        """Go by rosters in their order; returns those that were adopted.
+
+        What was signed by authorities from before anybody who is believed here is not for this party to judge, and is passed over.
+
+        Raises:
+            NotAuthorised: the last of them is not believed.
+            Refused, UsageError: see `roster.open_`.
+        """
+        adopted: list[Signed] = []
+        stranger: NotAuthorised | None = None
+        for signed in rosters:
+            try:
+                self.adopt(signed)
+            except NotAuthorised as error:
+                stranger = error
+            else:
+                adopted.append(signed)
+                stranger = None
+        if stranger is not None:
+            raise stranger
+        return adopted
 
     def restore(self, signed: Signed) -> None:
         """Go by a roster that was adopted before and kept; who has signed it may be believed no longer."""

@@ -312,7 +312,7 @@ def test_a_pool_that_was_switched_off_for_longer_than_certificates_hold_comes_ba
     assert found.valid_before - found.valid_after < 25 * 3600
 
 
-def test_the_authority_changes_with_an_overlap(make_pool):
+def test_the_authority_changes_with_an_overlap(make_pool, running):
     pool = make_pool(2, sites_a_process=2)
     pool.person_joins("ana", "--tenant", "oncology")
     ana = pool.person("ana")
@@ -333,6 +333,18 @@ def test_the_authority_changes_with_an_overlap(make_pool):
     pool.cli("lease", "request", "-t", "physics", "-g", "1")
     assert "certificate" in pool.cli("lease", "renew", before["id"], "--for", "2h", status=4, **ana).stderr
     assert {row["result"] for row in pool.json("ledger", "verify", "--full")["items"]} == {"whole"}
+    # Who joins now never believed the old one, whose rosters the hub keeps for those who were away.
+    pool.person_joins("ben", "--tenant", "oncology")
+    ben = pool.person("ben")
+    pool.cli("lease", "request", "-t", "oncology", "-g", "1", **ben)
+    assert pool.json("ledger", "verify", **ben)["items"]
+    pool.joined("zurich")
+    running.append(pool.agent("site", "--config", str(pool.work / "zurich" / "site.toml")))
+    pool.until(lambda: "zurich" in pool.sites_up())
+    pool.until(
+        lambda: [row for row in pool.json("ledger", "log", "--kind", "roster")["items"] if row["site"] == "zurich"]
+    )
+    assert not pool.json("ledger", "log", "--kind", "refusal", "--site", "zurich")["items"]
 
 
 def test_the_authority_may_live_in_ssh_agent(make_pool, need):
