@@ -86,8 +86,9 @@ class Retention:
         first = await self._first_present()
         records = await self._store.records(first, 1)
         began = self._seams[-1].time_ms if self._seams else time_of(records[0]) if records else now_ms
-        if now_ms - began >= 1000 * self._keep_s / PART:
-            await self._write_seam()
+        after = self._seams[-1].after if self._seams else 0
+        if now_ms - began >= 1000 * self._keep_s / PART and self._ledger.size - after >= tiles.WIDTH:
+            await self._write_seam()  # less would not be forgotten anyway
         old = [seam for seam in self._seams if now_ms - seam.time_ms >= 1000 * self._keep_s]
         if old and self._ledger.witnessed_by_majority >= old[-1].after:
             last = old[-1].first // tiles.WIDTH * tiles.WIDTH

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,9 @@ def _pool() -> Iterator[dict[str, Any]]:
         yield _row("pool", "warning", error.message, error.hint)
         return
     yield _row("pool", "ok", f"{settings.pool_name()}: {len(listing.items)} sites")
+    links = Counter((site["key_exchange"], site["cipher"]) for site in listing.items if site["key_exchange"])
+    for (exchange, cipher), count in links.most_common():
+        yield _row("links", "ok", f"{count} with keys by {exchange}, {cipher}")
     from fedpool import __version__
 
     for site in listing.items:

@@ -26,7 +26,11 @@ def test_listings_in_every_form(pool):
     assert pool.json("status")["gpus_free"] == 8
     assert "4/4 sites up" in pool.cli("status").stdout
     assert pool.json("lease", "list")["items"] == [] and pool.json("fed", "list")["items"] == []
-    assert any(row["check"] == "pool" and row["result"] == "ok" for row in pool.json("doctor")["items"])
+    rows = {row["check"]: row for row in pool.json("doctor")["items"]}
+    assert rows["pool"]["result"] == "ok"
+    assert (
+        rows["links"]["found"] == f"{len(pool.site_names())} with keys by mlkem768x25519-sha256, aes128-gcm@openssh.com"
+    )
 
 
 def test_a_lease_from_request_to_release(pool):
