@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from agent.ports import Clock, Store
+from agent.unwitnessed import Unwitnessed
 from fedpool.errors import IntegrityError, StorageFailed, UsageError
 from fedpool.ledger import merkle, notes, tiles
 from fedpool.ledger.records import FORMAT, LedgerOpened, Record, encode_at, time_of
-from fedpool.ledger.retention import is_forgotten, leaf_of
+from fedpool.ledger.retention import leaf_of
 from fedpool.ledger.verification import read_checkpoint
 from fedpool.ledger.witnesses import majority, size_by_majority, witnesses_of
 from fedpool.transport.identity import Identity
@@ -67,6 +68,9 @@ class SiteLedger:
         clock: the machine's.
         witnesses: {site: public key} of the pool's sites; the cosignatures of `witnesses_of` count.
         grew: told of every new checkpoint.
+
+    Attributes:
+        unwitnessed: how long witnesses have been waited for; told when hubs come and go.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class SiteLedger:
         self._witnessed: CheckpointWitnessed | None = None
         self._cosigned: dict[str, int] = {}  # {witness's origin: records of the largest checkpoint it has cosigned}
         self.on_the_way: list[bytes] = []  # handed to be written and not hashed yet, the first being number `size`
-        self._unwitnessed_ms: int | None = None  # time of the first record that no majority of witnesses vouches for
+        self.unwitnessed = Unwitnessed(clock)
         self._identity = identity
         self._store = store
         self._clock = clock
@@ -109,8 +113,7 @@ class SiteLedger:
     def at(self, records: Iterable[Record]) -> list[bytes]:
         """Records as they are to be written now: handed to the store before anything else is awaited."""
         self._last_ms = max(self._last_ms, int(self._clock.unix() * 1000))
-        if self._unwitnessed_ms is None:
-            self._unwitnessed_ms = self._last_ms
+        self.unwitnessed.wrote()
         written = encode_at(records, self._last_ms)
         self.on_the_way.extend(written)
         return written
@@ -152,7 +155,7 @@ class SiteLedger:
             self._last_ms = max(self._last_ms, time_of(last))
         if self._witnessed is not None:
             self._note_cosigners(self._witnessed)
-        await self._find_unwitnessed()
+        self.unwitnessed.witnessed(self.witnessed_by_majority, size)
         return size
 
     async def _require_signed(self, checkpoint: CheckpointSigned) -> None:
@@ -200,6 +203,7 @@ class SiteLedger:
                 signed = CheckpointSigned(size, root, note.encode())
                 await self._store.append(CHECKPOINT_STREAM, [signed], snapshot=True)
                 self._checkpoint = signed
+                self.unwitnessed.signed(size)
                 self._grew(size)
             return self._checkpoint
 
@@ -223,7 +227,7 @@ class SiteLedger:
             raise
         self._witnessed = witnessed
         self._note_cosigners(witnessed)
-        await self._find_unwitnessed()
+        self.unwitnessed.witnessed(self.witnessed_by_majority, await self._store.recorded())
 
     def _note_cosigners(self, witnessed: CheckpointWitnessed) -> None:
         for name in notes.signers(notes.decode(witnessed.note), self._cosigners()):
@@ -234,14 +238,6 @@ class SiteLedger:
         """For how many records a majority of the witnesses vouches; for all where there are none."""
         origins = [key.name for key in self._cosigners()]
         return size_by_majority(self._cosigned, origins, majority(len(origins) + 1)) if origins else self.size
-
-    async def _find_unwitnessed(self) -> None:
-        """What the first record is that no majority of the witnesses vouches for."""
-        records = await self._store.records(self.witnessed_by_majority, 1)
-        if records and is_forgotten(records[0]):  # it was witnessed before, and who did is not known any more
-            self._unwitnessed_ms = self._last_ms
-        else:
-            self._unwitnessed_ms = time_of(records[0]) if records else None
 
     @property
     def size(self) -> int:
@@ -255,9 +251,7 @@ class SiteLedger:
 
     def unwitnessed_s(self) -> float:
         """For how long there has been something in the ledger that no majority of the witnesses vouches for; 0 for not at all."""
-        if self._unwitnessed_ms is None or not self._cosigners():
-            return 0.0
-        return max(0.0, self._clock.unix() - self._unwitnessed_ms / 1000)
+        return self.unwitnessed.seconds if self._cosigners() else 0.0
 
     async def _hash(self) -> None:
         """Append to the tree what the store has beyond it."""

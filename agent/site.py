@@ -259,11 +259,13 @@ class SiteAgent:
             running = tasks.create_task(peer.run())
             hello = await peer.start()
             self._hubs[peer] = None
-            await self.leases.record(LoggedIn(who=name[:TEXT_MAX], software=hello.software[:TEXT_MAX]))
+            self.ledger.unwitnessed.hub_came()
             try:
+                await self.leases.record(LoggedIn(who=name[:TEXT_MAX], software=hello.software[:TEXT_MAX]))
                 await running
             finally:
                 del self._hubs[peer]
+                self.ledger.unwitnessed.hub_left()
 
     async def _serve_bulk(self, channel: BulkChannel) -> None:
         self._bulk = channel

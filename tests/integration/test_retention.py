@@ -35,6 +35,7 @@ def forgetful(make_pool):
     return pool
 
 
+@pytest.mark.waits
 def test_what_is_forgotten_leaves_its_hash_and_every_proof(forgetful, tmp_path):
     pool = forgetful
     pool.cli("tenant", "add", "a")

@@ -59,6 +59,7 @@ def test_what_a_policy_forbids_and_how_it_changes(strict):
     assert {row["result"] for row in pool.json("ledger", "verify")["items"]} == {"whole"}
 
 
+@pytest.mark.waits
 def test_nothing_new_is_granted_while_no_majority_vouches_for_the_ledger(make_pool):
     pool = make_pool(4, start=False)
     directory = pool.site_directory("site-01")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from agent import clock
 from agent.ledger import SiteLedger
 from agent.store import open_store
+from agent.unwitnessed import Unwitnessed
 from agent.witness import SNAPSHOT_EVERY, Witness
 from fedpool.errors import IntegrityError, NotAuthorised
 from fedpool.leasing.recorded import Replay
@@ -193,38 +194,96 @@ def test_what_a_witness_keeps_does_not_grow(parties, tmp_path):
 
 
 def test_what_no_majority_has_cosigned_is_known_and_for_how_long(parties, monkeypatch):
-    now = [time.time()]
-    monkeypatch.setattr(clock, "unix", lambda: now[0])
+    now = [1000.0]
+    monkeypatch.setattr(clock, "now", lambda: now[0])
 
     async def cosigned(north, *others):
         note = notes.decode((await north.ledger.head()).note)
         lines = [(await north.ask(other, old)).line for other, old in others]
         await north.ledger.witnessed(note.signed(*map(notes.parse_signature, lines)).encode())
 
+    def waited(party):
+        return round(party.ledger.unwitnessed_s())
+
     async def run():
         async with parties("south") as south, parties("west") as west:
             async with parties("north") as north:
                 await north.write(3)
+                now[0] += 5000
+                assert waited(north) == 0, "no hub was there to carry checkpoints"
+                north.ledger.unwitnessed.hub_came()
                 now[0] += 40
-                assert round(north.ledger.unwitnessed_s()) == 40
+                assert waited(north) == 40
                 await cosigned(north, (south, 0))
-                assert round(north.ledger.unwitnessed_s()) == 40, "one of two is no majority"
+                assert waited(north) == 40, "one of two is no majority"
                 await cosigned(north, (west, 0))
-                assert north.ledger.unwitnessed_s() == 0
+                assert waited(north) == 0
                 now[0] += 1000
-                assert north.ledger.unwitnessed_s() == 0, "nothing was written since"
+                assert waited(north) == 0, "nothing was written since"
                 await north.write(2)
+                now[0] += 20
                 await cosigned(north, (south, 4))
                 now[0] += 50
                 await north.write(2)
-                assert round(north.ledger.unwitnessed_s()) == 50, "the first record that is not covered counts"
+                assert waited(north) == 70
                 await cosigned(north, (south, 6), (west, 4))
+                assert waited(north) == 0
                 await north.write(1)
+                now[0] += 30
+                await north.ledger.advance()
+                await north.write(1)
+                now[0] += 10
+                note = notes.decode((await north.ledger.head()).note)
+                assert waited(north) == 40
             async with parties("north") as north:
                 now[0] += 7
-                assert round(north.ledger.unwitnessed_s()) == 7, "also after a restart"
+                assert waited(north) == 0, "after a restart it begins anew"
+                north.ledger.unwitnessed.hub_came()
+                now[0] += 7
+                assert waited(north) == 7
+            return note
 
     asyncio.run(run())
+
+
+class Watch:
+    now_s = 100.0
+
+    def now(self):
+        return self.now_s
+
+
+def test_only_time_with_a_hub_counts_and_a_checkpoint_covers_what_came_before_it():
+    watch = Watch()
+    waiting = Unwitnessed(watch)
+
+    def passes(seconds):
+        watch.now_s += seconds
+        return round(waiting.seconds)
+
+    waiting.hub_came()
+    assert passes(10) == 0
+    waiting.wrote()
+    assert passes(10) == 10
+    waiting.hub_left()
+    assert passes(1000) == 10
+    waiting.hub_came()
+    waiting.hub_came()  # a second one, which takes over
+    waiting.hub_left()
+    assert passes(5) == 15
+    waiting.signed(4)
+    assert passes(20) == 35
+    waiting.signed(6)
+    waiting.witnessed(3, 7)
+    assert passes(0) == 35, "nothing that was signed is covered"
+    waiting.witnessed(5, 7)
+    assert passes(0) == 20, "what is left was written after the first checkpoint"
+    waiting.witnessed(6, 7)
+    assert passes(3) == 3
+    waiting.witnessed(7, 7)
+    assert passes(50) == 0
+    waiting.wrote()
+    assert passes(4) == 4
 
 
 @given(
