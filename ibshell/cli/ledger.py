@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +26,7 @@ from ibshell.cli import options
 from ibshell.exported import write, write_rosters
 from ibshell.ledgers import PAGE, Ledger, site_names
 from ibshell.progress import Bar
+from ibshell.record_lines import line
 from ibshell.render import Column
 from ibshell.verifying import at_sites, in_files, in_proof
 
@@ -99,44 +99,6 @@ class _Filter:
         )
 
 
-def _item(site: str, number: int, data: bytes) -> dict[str, Any]:
-    """A record as a line of a listing, with the whole of it beside."""
-    said = json.loads(data)
-    kind = str(said.get("kind", ""))
-    devices = sum(len(group["devices"]) for group in said.get("grants", ()))
-    what = said.get("reason") or said.get("what") or ""
-    tenant = said.get("tenant", "")
-    if kind == "request":
-        asked = json.loads(said["payload"])
-        role, _, name = asked["principal"].partition("/")
-        about = str(asked["body"].get("name", "")) if asked["method"].startswith("tenant.") else ""
-        what, tenant = f"{asked['method']} signed by {asked['principal']}", name if role == "tenant" else about
-    if said.get("next_tenant"):
-        what = f"to {said['next_tenant']}"
-    elif kind == "round":
-        what = f"round {said['round']}: {said['event']}, {said['bytes']} bytes, {said['form']}, {len(said['cohort'])} sites"
-    elif kind == "login":
-        what = f"{said['who']} with {said['software']}"
-    elif kind in ("seam", "kept"):
-        what = f"repeats {said['kept']} records" if kind == "seam" else f"record {said['number']} again"
-    elif kind in ("policy", "roster"):
-        what = f"{said.get('number', '')} {said['digest'][:16]}".strip()
-    elif not what and "for_ms" in said:
-        what = f"for {render.cell('for_s', said['for_ms'] / 1000)}"
-    return {
-        "id": f"{site}:{number}",
-        "time": datetime.fromtimestamp(said.get("time", 0) / 1000, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
-        "site": site,
-        "record": number,
-        "kind": f"{kind}.{said['event']}" if kind in ("lease", "program", "round") else kind,
-        "tenant": tenant,
-        "lease": said.get("lease", ""),
-        "gpus": devices or None,
-        "what": what,
-        "said": said,
-    }
-
-
 def _last(ledger: Ledger, wanted: _Filter, count: int) -> list[dict[str, Any]]:
     """The latest records that are wanted, read from the end."""
     found: list[dict[str, Any]] = []
@@ -144,7 +106,7 @@ def _last(ledger: Ledger, wanted: _Filter, count: int) -> list[dict[str, Any]]:
     while last > 0 and (not count or len(found) < count):
         first = max(0, last - PAGE)
         there = [said for said in ledger.records(first, last) if not is_forgotten(said[1])]
-        page = [_item(ledger.site, number, data) for number, data in there]
+        page = [line(ledger.site, number, data) for number, data in there]
         recent = [item for item in page if item["said"].get("time", 0) >= wanted.since_ms]
         found = [item for item in recent if wanted.matches(item)] + found
         if len(recent) < last - first:
@@ -199,7 +161,7 @@ def _follow(ledgers: Sequence[Ledger], wanted: _Filter, output: str | None) -> N
         time.sleep(FOLLOW_S)
         for ledger in ledgers:
             ledger.update()
-            items = [_item(ledger.site, *record) for record in ledger.records(seen[ledger.site], ledger.size)]
+            items = [line(ledger.site, *record) for record in ledger.records(seen[ledger.site], ledger.size)]
             seen[ledger.site] = ledger.size
             answer = {"items": [item for item in items if wanted.matches(item)], "errors": [], "as_of": {}}
             form = "ndjson" if output in ("json", "yaml") else output
