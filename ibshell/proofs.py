@@ -68,6 +68,14 @@ class _About(msgspec.Struct):
 _ABOUT = msgspec.json.Decoder(_About)
 
 
+def _about(record: bytes) -> _About:
+    """What a record is about; nothing where it cannot be read, which whoever verifies says."""
+    try:
+        return _ABOUT.decode(record)
+    except (msgspec.MsgspecError, RecursionError):
+        return _About()
+
+
 def concerned(ledgers: Mapping[str, Ledger], prefix: str) -> tuple[_About, dict[str, dict[int, bytes]]]:
     """What sites recorded about the lease whose id begins so, or about the run, with the leases under which it ran.
 
@@ -81,7 +89,7 @@ def concerned(ledgers: Mapping[str, Ledger], prefix: str) -> tuple[_About, dict[
     runs: dict[str, set[str]] = {}
     for ledger in ledgers.values():
         for _, data in ledger.told():
-            said = _ABOUT.decode(data)
+            said = _about(data)
             if said.lease.startswith(prefix):
                 leases.add(said.lease)
             if said.run and said.run.startswith(prefix):
@@ -97,7 +105,7 @@ def concerned(ledgers: Mapping[str, Ledger], prefix: str) -> tuple[_About, dict[
     chosen: dict[str, dict[int, bytes]] = {}
     for name, ledger in ledgers.items():
         for number, data in ledger.told():
-            said = _ABOUT.decode(data)
+            said = _about(data)
             if said.lease in wanted or (about.run and said.run == about.run):
                 chosen.setdefault(name, {})[number] = data
     return about, chosen
@@ -199,7 +207,7 @@ def check(part: LedgerPart, proof: Proof, trust: Trust | None) -> tuple[int, lis
         return 0, [], [Finding(part.site, None, error.message)]
     # What came before the first record is not shown; that the site goes by signatures the roster's authority has to be believed.
     coverage = Coverage(trust.of_the_past() if trust is not None else None, CoverageState(on=trust is not None))
-    leases = {_ABOUT.decode(proven.record.encode()).lease for proven in part.records} if proof.run else {proof.lease}
+    leases = {_about(proven.record.encode()).lease for proven in part.records} if proof.run else {proof.lease}
     for proven in part.records:
         try:
             data = proven.record.encode()

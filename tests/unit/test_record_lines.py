@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fedpool.ledger.records import DevicesSaid, LeaseSaid, OfKind, Refusal, RoundSaid, encode
 from ibshell.record_lines import line
+from ibshell.verifying import in_proof
 
 
 @pytest.mark.parametrize(
@@ -75,3 +76,17 @@ def test_what_cannot_be_read_is_a_line_too(data):
 )
 def test_whatever_is_written_is_a_line(value):
     assert line("north", 1, json.dumps(value).encode())["record"] == 1
+
+
+def test_a_proof_with_what_is_no_record_is_refused_and_nothing_falls_over(tmp_path):
+    path = tmp_path / "proof.json"
+    part = {
+        "site": "north",
+        "key": "x",
+        "witnesses": [],
+        "checkpoint": "",
+        "records": [{"number": 0, "record": "[", "proof": []}],
+    }
+    path.write_text(json.dumps({"format": 1, "lease": "", "run": "r", "ledgers": [part]}))
+    [(row, findings)] = in_proof(path, "", "")
+    assert row["result"] == "faults" and findings
