@@ -21,14 +21,15 @@ from fedpool.ledger.verification import read_checkpoint
 from fedpool.records import Signed
 from fedpool.units import format_size, parse_duration
 from fedpool.wire.membership import RosterShown, RosterWanted
-from ibshell import diagnostics, proofs, render, report
+from ibshell import diagnostics, render
 from ibshell.cli import options
-from ibshell.exported import write, write_rosters
-from ibshell.ledgers import PAGE, Ledger, site_names
+from ibshell.ledger import proofs, report
+from ibshell.ledger.asked import PAGE, Ledger, site_names
+from ibshell.ledger.exported import write, write_rosters
+from ibshell.ledger.lines import line
+from ibshell.ledger.verifying import at_sites, in_files, in_proof
 from ibshell.progress import Bar
-from ibshell.record_lines import line
 from ibshell.render import Column
-from ibshell.verifying import at_sites, in_files, in_proof
 
 app = typer.Typer(no_args_is_help=True, help="What was done at every site, and whether the sites' ledgers are whole.")
 

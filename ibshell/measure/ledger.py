@@ -19,8 +19,8 @@ from fedpool.ledger.records import Granted, LeaseSaid, LedgerOpened, Record, Req
 from fedpool.ledger.verification import Verification
 from fedpool.records import Quota, Tenant
 from fedpool.wire.messages import LeaseWanted
+from ibshell.ledger.signature_checks import SignatureChecks
 from ibshell.measure.figure import Figure
-from ibshell.signature_checks import SignatureChecks
 
 RECORDS = 1_000_000
 MORE = 1000

@@ -25,10 +25,10 @@ from fedpool.ledger.records import Cordoned
 from fedpool.ledger.verification import Verification, read_checkpoint
 from fedpool.transport.identity import Identity
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted, ProofWanted, RecordsWanted
-from ibshell import proofs
-from ibshell.exported import Exported
+from ibshell.ledger import proofs
+from ibshell.ledger.exported import Exported
+from ibshell.ledger.verifying import LedgerCheck
 from ibshell.progress import Bar
-from ibshell.verifying import LedgerCheck
 
 pytestmark = pytest.mark.integration
 

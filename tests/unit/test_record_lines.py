@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpool.ledger.records import DevicesSaid, LeaseSaid, OfKind, Refusal, RoundSaid, encode
-from ibshell.record_lines import line
-from ibshell.verifying import in_proof
+from ibshell.ledger.lines import line
+from ibshell.ledger.verifying import in_proof
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedpool.leasing.usage import USING, LeaseUse, Outflow, Usage
 from fedpool.ledger.records import Granted, LeaseDevices, LeaseSaid, PolicyObeyed, RoundSaid
-from ibshell import report
+from ibshell.ledger import report
 
 ENDINGS = {"release": "released", "expire": "expired", "revoke": "revoked"}
 

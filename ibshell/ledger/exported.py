@@ -19,7 +19,7 @@ from fedpool.ledger import merkle, notes, tiles
 from fedpool.ledger.retention import FORGOTTEN, is_forgotten, leaf_of
 from fedpool.ledger.verification import Verified, read_checkpoint
 from fedpool.records import Signed
-from ibshell.ledgers import Ledger
+from ibshell.ledger.asked import Ledger
 from ibshell.progress import Bar
 
 ROSTERS = "rosters.json"
@@ -135,7 +135,7 @@ def _sealed(note: bytes, key: notes.Key, witnesses: Sequence[notes.Key]) -> tupl
 
 
 class Exported:
-    """A ledger that lies in files; `ibshell.ledgers.Ledger` is one that is asked for.
+    """A ledger that lies in files; `ibshell.ledger.asked.Ledger` is one that is asked for.
 
     Args:
         directory: of one site.

@@ -21,7 +21,7 @@ from fedpool.ledger import canonical, merkle, notes, records
 from fedpool.ledger.verification import Finding, read_checkpoint
 from fedpool.ledger.witnesses import majority, witnesses_of
 from fedpool.records import Signed
-from ibshell.ledgers import Ledger
+from ibshell.ledger.asked import Ledger
 
 FORMAT = 1
 FILE_BYTES_MAX = 256 << 20

@@ -19,11 +19,11 @@ from fedpool.leasing.rules import LedgerRules
 from fedpool.ledger import merkle, notes
 from fedpool.ledger.verification import Finding, Verification, read_checkpoint
 from fedpool.ledger.witnesses import majority, witnesses_of
-from ibshell import proofs
-from ibshell.exported import Exported, found_in
-from ibshell.ledgers import Ledger, seen_by, site_names
+from ibshell.ledger import proofs
+from ibshell.ledger.asked import Ledger, seen_by, site_names
+from ibshell.ledger.exported import Exported, found_in
+from ibshell.ledger.signature_checks import SignatureChecks
 from ibshell.progress import Bar
-from ibshell.signature_checks import SignatureChecks
 
 TOLD_S = 600.0  # so long a site may take to hear of a roster
 
