@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from agent.ledger import SiteLedger
+from agent.ledger.site_ledger import SiteLedger
 from agent.tenancy import Tenancy
 from fedpool.errors import Forbidden, IbshellError, NotFound, UsageError
 from fedpool.leasing import policy as policies

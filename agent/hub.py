@@ -18,10 +18,10 @@ from agent import clock as real_clock
 from agent import hub_views, links
 from agent.config import HubConfig, SiteEntry, trust_of
 from agent.gangs import Gangs
+from agent.ledger.witnessing import Witnessing
 from agent.membership import Membership
 from agent.ports import Clock, Dialler, Store
 from agent.runs import Runs
-from agent.witnessing import Witnessing
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, PeerProtocolError, Refused, StorageFailed, UsageError
 from fedpool.identity import requests
 from fedpool.identity.certificates import Certificate

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 from agent.house_rules import HouseRules
 from agent.journal import Journal
-from agent.ledger import SiteLedger
+from agent.ledger.site_ledger import SiteLedger
 from agent.ports import Clock, Launcher, Store, instant
 from fedpool import __version__
 from fedpool.errors import Forbidden, IbshellError, NotAuthorised

@@ -20,15 +20,15 @@ from agent.config import SiteConfig, trust_of
 from agent.house_rules import HouseRules
 from agent.launchers.launcher import LocalLauncher
 from agent.leases import SiteLeases
-from agent.ledger import SiteLedger
+from agent.ledger.retention import Retention
+from agent.ledger.site_ledger import SiteLedger
+from agent.ledger.witness import Witness
 from agent.ports import Clock, Launcher, Store
 from agent.probes import DeviceProbe
 from agent.programs import Task
-from agent.retention import Retention
 from agent.rosters import Rosters
 from agent.site_rounds import SiteRounds
 from agent.tenancy import Tenancy
-from agent.witness import Witness
 from fedpool import __version__
 from fedpool.errors import IbshellError, NotAuthorised, NotFound, Refused, StorageFailed, Unreachable, UsageError
 from fedpool.federation import plan as plans

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from agent import clock, files
-from agent.ledger import SiteLedger
+from agent.ledger.site_ledger import SiteLedger
 from agent.ports import Store
 from agent.programs import Task
 from fedpool.errors import IbshellError, NotFound, ProgramFailed, Refused, UsageError

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from agent.ledger import SiteLedger
+from agent.ledger.site_ledger import SiteLedger
 from agent.ports import Clock, Store
 from fedpool.errors import Forbidden, StorageFailed
 from fedpool.identity import requests

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from agent import clock
-from agent.ledger import PAGE, SiteLedger
+from agent.ledger.site_ledger import PAGE, SiteLedger
 from agent.store import open_store
 from fedpool.client.acting import act
 from fedpool.errors import IbshellError, IntegrityError, UsageError

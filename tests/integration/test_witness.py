@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent import clock
-from agent.ledger import SiteLedger
+from agent.ledger.site_ledger import SiteLedger
+from agent.ledger.unwitnessed import Unwitnessed
+from agent.ledger.witness import SNAPSHOT_EVERY, Witness
 from agent.store import open_store
-from agent.unwitnessed import Unwitnessed
-from agent.witness import SNAPSHOT_EVERY, Witness
 from fedpool.errors import IntegrityError, NotAuthorised
 from fedpool.leasing.recorded import Replay
 from fedpool.ledger import notes

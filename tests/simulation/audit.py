@@ -2,7 +2,7 @@
 
 import msgspec
 
-from agent.ledger import CHECKPOINT_STREAM, CheckpointSigned
+from agent.ledger.site_ledger import CHECKPOINT_STREAM, CheckpointSigned
 from fedpool.leasing import lease as life
 from fedpool.leasing.coverage import Coverage
 from fedpool.leasing.entries import GrantEntry, LeaseChanged, LeasesForgotten, SiteState

@@ -14,7 +14,7 @@ from pathlib import Path
 from agent import clock
 from agent.house_rules import HouseRules
 from agent.leases import SiteLeases
-from agent.ledger import SiteLedger
+from agent.ledger.site_ledger import SiteLedger
 from agent.store.sqlite import SqliteStore
 from fedpool.leasing.requests import Commit, Hold, Release
 from fedpool.sim.scenario import SimulatedSite

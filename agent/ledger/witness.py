@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from agent.ledger import SiteLedger
+from agent.ledger.site_ledger import SiteLedger
 from agent.ports import Clock, Store
 from fedpool.errors import IntegrityError, NotAuthorised, StorageFailed
 from fedpool.ledger import merkle, notes

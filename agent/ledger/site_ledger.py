@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from agent.ledger.unwitnessed import Unwitnessed
 from agent.ports import Clock, Store
-from agent.unwitnessed import Unwitnessed
 from fedpool.errors import IntegrityError, StorageFailed, UsageError
 from fedpool.ledger import merkle, notes, tiles
 from fedpool.ledger.records import FORMAT, LedgerOpened, Record, encode_at, time_of

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from agent.ledger import PAGE, SiteLedger
+from agent.ledger.site_ledger import PAGE, SiteLedger
 from agent.ports import Clock, Store
 from fedpool.errors import IbshellError
 from fedpool.leasing.seams import InForce

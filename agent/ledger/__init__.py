@@ -1,0 +1,1 @@
+"""Sites' ledgers: hashed and signed, witnessed by other sites, forgotten in time."""
