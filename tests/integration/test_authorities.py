@@ -104,10 +104,12 @@ def found(make_pool, monkeypatch, environment, public):
         process.communicate(timeout=20)
 
 
+@pytest.mark.waits
 def test_the_authority_may_be_on_a_pkcs11_token(founded, hsm):
     founded(*hsm)
 
 
+@pytest.mark.waits
 def test_the_authority_may_be_on_a_fido_token(founded, need, tmp_path, token):
     need("ssh-keygen", "openssh-client")
     public = tmp_path / "ca.pub"

@@ -288,6 +288,7 @@ def test_a_log_is_followed(pool):
     assert following.returncode == 130
 
 
+@pytest.mark.waits
 def test_a_lease_is_proved_to_somebody_without_a_hub(pool, tmp_path):
     lease = pool.json("lease", "request", "-t", "oncology", "-g", "4", "--sites", "2")
     pool.cli("lease", "release", lease["id"])

@@ -74,6 +74,7 @@ def test_sites_join_with_two_lines_and_take_part(make_pool, running):
     assert "zurich-7" not in {row["name"] for row in pool.rows("site")}
 
 
+@pytest.mark.waits
 def test_a_site_that_lost_its_database_joins_again_and_begins_a_new_ledger(make_pool, running):
     pool = make_pool(2, sites_a_process=2)
 

@@ -309,6 +309,7 @@ def test_witnesses_are_chosen_by_names_alone():
 
 
 @pytest.mark.waits
+@pytest.mark.waits
 def test_a_pool_s_sites_witness_each_other(make_pool):
     """And one that rewrites its past is refused by them, and found out by somebody who never verified before."""
     pool = make_pool(3)
