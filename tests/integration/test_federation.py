@@ -70,7 +70,6 @@ def test_a_program_that_misbehaves_drops_its_site_with_the_reason(pool, does, re
 
 
 @pytest.mark.waits
-@pytest.mark.waits
 def test_a_program_that_hangs_is_left_behind_at_the_deadline(pool):
     plan = pool.plan({"victim": "site-02", "does": "hang"}, rounds=2, deadline="3s")
     pool.cli("fed", "run", str(plan), "--out", "result")
