@@ -221,7 +221,6 @@ class SiteAgent:
         if self.config.keep_records:
             keep_s = parse_duration(self.config.keep_records)
             retention = Retention(self.ledger, self._store, self._clock, self._record_all, keep_s)
-            await retention.recover()
             tasks.create_task(retention.run())
 
     async def _dial_out(self, subsystem: str) -> None:

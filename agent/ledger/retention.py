@@ -67,10 +67,6 @@ class Retention:
         self._keep_s = keep_s
         self._seams: list[SeamWritten] = []
 
-    async def recover(self) -> None:
-        """Read back which seams there are."""
-        self._seams = await self._store.read(STREAM, SeamWritten)
-
     async def run(self) -> None:
         """Look again and again, until cancelled."""
         while True:
@@ -82,6 +78,7 @@ class Retention:
 
     async def once(self) -> None:
         """Write a seam if it is time, and forget what an old one makes dispensable."""
+        self._seams = await self._store.read(STREAM, SeamWritten)
         now_ms = self._clock.unix() * 1000
         first = await self._first_present()
         records = await self._store.records(first, 1)
