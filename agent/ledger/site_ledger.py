@@ -247,11 +247,11 @@ class SiteLedger:
     @property
     def sites(self) -> int:
         """How many sites the pool has, as far as this one knows."""
-        return len({*self._witnesses, self.site})
+        return len(self._witnesses) + (self.site not in self._witnesses)
 
     def unwitnessed_s(self) -> float:
         """For how long there has been something in the ledger that no majority of the witnesses vouches for; 0 for not at all."""
-        return self.unwitnessed.seconds if self._cosigners() else 0.0
+        return self.unwitnessed.seconds if self.sites > 1 else 0.0
 
     async def _hash(self) -> None:
         """Append to the tree what the store has beyond it."""
