@@ -287,16 +287,20 @@ def export(
     """
     items: list[dict[str, Any]] = []
     with options.hub() as connection:
-        names = site_names(connection, site or ())
-        everybody = {name: Ledger(connection, name) for name in dict.fromkeys((*names, *site_names(connection, ())))}
-        ledgers = [everybody[name] for name in names]
+        everybody = site_names(connection, ())
+        ledgers = [Ledger(connection, name) for name in (site_names(connection, site) if site else everybody)]
         if len(everybody) > 1:
             _await_witnesses(ledgers, {ledger.site: ledger.size - 1 for ledger in ledgers})
         write_rosters(directory, _rosters(connection))
+        trust = None
+        if connection.signer is not None:  # the roster knows the keys of witnesses that are away, too
+            connection.signer.refresh(connection)
+            trust = connection.signer.trust()
         for ledger in ledgers:
-            others = [proofs.witness_key(other.key) for other in everybody.values() if other is not ledger]
+            keys = [proofs.witness_key(other.key) for other in ledgers if other is not ledger]
             with Bar("writing") as bar:
-                written = write(ledger, directory, others, bar)
+                witnesses = keys if trust is None else proofs.witness_keys(ledger.site, trust)
+                written = write(ledger, directory, witnesses, bar)
             size = format_size(written.size)
             items.append({"site": ledger.site, "records": written.records, "files": written.files, "size": size})
     answer = {"items": items, "errors": [], "as_of": {}}

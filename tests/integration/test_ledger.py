@@ -479,6 +479,16 @@ def test_an_export_is_sealed_by_its_witnesses_and_verified_by_the_authority_alon
     )
 
 
+def test_one_site_is_exported_and_sealed_while_another_is_away(make_pool, tmp_path):
+    pool = make_pool(2)
+    pool.until(lambda: {row["witnesses"] for row in pool.json("ledger", "verify")["items"]} == {"1 of 1"})
+    pool.stop("site-02")
+    pool.cli("ledger", "export", str(tmp_path / "out"), "--site", "site-01")
+    authority = (pool.authority / "identity.pub").read_text().strip()
+    [row] = pool.json("ledger", "verify", str(tmp_path / "out"), "--authority", authority)["items"]
+    assert (row["site"], row["result"], row["witnesses"]) == ("site-01", "whole", "1 of 1")
+
+
 def test_a_broken_export_is_said(exported, tmp_path):
     pool, directory, largest = exported
     original = directory / largest["site"]
