@@ -1,4 +1,7 @@
-"""A site's policy as its file has it now: read again when it changes, and never let go for one that cannot be read."""
+"""What a site refuses whoever has signed it: what its policy forbids, what is over a quota here, anything new without witnesses.
+
+The policy is its file as it is now: read again when it changes, and never let go for one that cannot be read.
+"""
 
 import asyncio
 import logging

@@ -210,7 +210,8 @@ class Exported:
             width = min(tiles.WIDTH, self.size - index * tiles.WIDTH)
             if width == tiles.WIDTH and not (self._directory / tiles.path("entries", index)).exists():
                 hashes = self._read("0", index, width)  # its records are forgotten
-                bundle = [FORGOTTEN + hashes[at : at + 32] for at in range(0, len(hashes), 32)]
+                size = merkle.HASH_BYTES
+                bundle = [FORGOTTEN + hashes[at : at + size] for at in range(0, len(hashes), size)]
             else:
                 bundle = tiles.unbundle(self._read("entries", index, width))
             if len(bundle) != width:
