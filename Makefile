@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd')
+SOURCES := pyproject.toml ext/build.py $(shell find ext -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
 
 .PHONY: fuzz package soak soak-sites soak-entries replay peers help demo test check bench venv format checked clean
 
@@ -41,11 +41,16 @@ check: $(STAMP) ## format, lint, strict types, import contracts
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-peers: .venv-peers/flower/.ready ## what `make bench` compares with, each in a virtual environment of its own
+peers: .venv-peers/flower/.ready .venv-peers/tenseal/.ready ## what `make bench` compares with, each in a virtual environment of its own
 
 .venv-peers/flower/.ready:
 	@$(PYTHON) -m venv .venv-peers/flower
 	@.venv-peers/flower/bin/python -m pip install --quiet --disable-pip-version-check 'flwr==1.42.0' numpy
+	@touch $@
+
+.venv-peers/tenseal/.ready:
+	@$(PYTHON) -m venv .venv-peers/tenseal
+	@.venv-peers/tenseal/bin/python -m pip install --quiet --disable-pip-version-check 'tenseal==0.3.18' numpy
 	@touch $@
 
 bench: $(STAMP) peers ## measurements, side by side with what users would pick instead

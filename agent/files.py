@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from fedpool.errors import IntegrityError, StorageFailed
 
 HASH_CHUNK_BYTES = 1 << 20
+
+Mapped: TypeAlias = NDArray[np.uint8]
 
 
 class FileSource:
@@ -69,8 +72,13 @@ async def verified(path: Path, expected: bytes, what: str) -> None:
 
 
 @contextmanager
-def mapped(path: Path, writable: bool = False) -> Iterator[NDArray[np.uint8]]:
+def mapped(path: Path, writable: bool = False, flush: bool = True) -> Iterator[Mapped]:
     """A file's bytes, mapped; an empty file is an empty array.
+
+    Args:
+        path: of the file.
+        writable: whether the array may be written to.
+        flush: whether what was written is to be on the disk at the end; not needed for what can be made again.
 
     Raises:
         StorageFailed: it cannot be opened.
@@ -87,7 +95,7 @@ def mapped(path: Path, writable: bool = False) -> Iterator[NDArray[np.uint8]]:
     # The mapping goes when the last array over it goes; closing it here would break a view that somebody still holds.
     array = np.frombuffer(memory, np.uint8)
     yield array
-    if writable:
+    if writable and flush:
         memory.flush()
 
 

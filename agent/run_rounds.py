@@ -9,8 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from agent import clock, files
+from agent import clock
+from agent.accumulator import Accumulator
 from agent.links import SiteLink
+from fedpool import parallel
 from fedpool.errors import IbshellError, IntegrityError, RoundFailed, Unreachable
 from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
 from fedpool.federation.plan import Plan
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 PHASE_TIMEOUT_S = 60.0
 # A site whose link breaks may come back to the same round within this time; answers are repeated, nothing is lost.
 RECONNECT_GRACE_S = 3.0
+# Vectors that are gathered at a time: each takes a file as long as the model until it is added to the sum.
+GATHERED_MAX = 16
 
 
 class RoundDriver:
@@ -64,6 +68,10 @@ class RoundDriver:
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._phase_ends = 0.0
         self._result: Unmask | Fail | None = None
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.total = Accumulator(directory, manifest.vector, parallel.threads())
+        self._gathering = asyncio.Semaphore(GATHERED_MAX)
+        self._adding: list[asyncio.Task[None]] = []
         self._phases = {self.machine.phase}
         self.resumed = bool(journal)
         for encoded in journal:
@@ -76,17 +84,12 @@ class RoundDriver:
         """Whether a site may have released shares in this attempt."""
         return "release" in self._phases
 
-    def vector(self, index: int) -> Path:
-        """Where a site's masked vector is gathered."""
-        return self._directory / f"vector-{index}"
-
     async def run(self) -> Unmask:
         """Bring the round to its end.
 
         Raises:
             RoundFailed: it came to nothing; nobody's update was revealed.
         """
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         async with asyncio.TaskGroup() as tasks:
             self._begin_phase(tasks, self.machine.outstanding())
             while self._result is None:
@@ -98,6 +101,11 @@ class RoundDriver:
                 await self._take(tasks, event)
             for task in self._asking.values():
                 task.cancel()
+            if isinstance(self._result, Fail):
+                for task in self._adding:
+                    task.cancel()
+            else:
+                await self._complete(self._result)
         if isinstance(self._result, Fail):
             raise RoundFailed(
                 f"round {self._manifest.round} failed in its {self._result.phase} phase: {self._result.reason}",
@@ -111,6 +119,8 @@ class RoundDriver:
         self._phases.add(self.machine.phase)
         for entry in decision.entries:
             await self._record(msgspec.msgpack.encode(entry))
+            if isinstance(entry, Answered) and entry.phase == "input":
+                self._adding.append(tasks.create_task(self.total.add(entry.index)))
         for index in self.machine.lost.keys() - lost.keys():
             where, reason = self.machine.lost[index]
             log.info("round %d: %s is out: %s", self._manifest.round, self.machine.name(index), reason)
@@ -118,6 +128,27 @@ class RoundDriver:
         self._finish([effect for effect in decision.effects if not isinstance(effect, Ask)])
         if self.machine.phase != phase and self._result is None:
             self._begin_phase(tasks, [effect for effect in decision.effects if isinstance(effect, Ask)])
+
+    async def _complete(self, result: Unmask) -> None:
+        """See that every survivor's vector is in the sum.
+
+        Raises:
+            RoundFailed: one was lost with the hub's machine, and its site cannot be reached.
+        """
+        if self._adding:
+            await asyncio.wait(self._adding)
+        for index in result.survivors:
+            if index in self.total.added:
+                continue
+            link = self._links[self.machine.name(index)]
+            try:
+                await self._gather(link, index, self.machine.vectors[index])
+                await self.total.add(index)
+            except IbshellError as error:
+                raise RoundFailed(
+                    f"round {self._manifest.round}: the vector of {link.name} is lost and cannot be had again: {error.message}",
+                    "the global parameters are as before; ibshell fed resume goes on with the next round",
+                ) from None
 
     def _finish(self, effects: list[Unmask | Fail]) -> None:
         for effect in effects:
@@ -174,12 +205,19 @@ class RoundDriver:
 
     async def _gather(self, link: SiteLink, index: int, message: VectorMessage) -> None:
         """Fetch a masked vector and check it against its signed digest."""
-        path = self.vector(index)
-        await link.fetch(object_id(f"vector/{self._manifest.digest().hex()}/{index}"), path)
-        expected = self._manifest.words * 4
-        if path.stat().st_size != expected:
-            raise IntegrityError(f"{link.name} sent {path.stat().st_size} bytes, {expected} expected")
-        await files.verified(path, message.vector, f"the vector of {link.name}")
+        if index in self.total.added:
+            return
+        path, layout = self.total.vector(index), self._manifest.vector
+        async with self._gathering:
+            await link.fetch(object_id(f"vector/{self._manifest.digest().hex()}/{index}"), path)
+            size = path.stat().st_size
+            found = await asyncio.to_thread(self.total.digest, index) if size == layout.size else b""
+        if found != message.vector:
+            path.unlink()
+            raise IntegrityError(
+                f"the vector of {link.name} is not the one it signed: {size} bytes of {layout.size}, digest "
+                f"{found.hex()[:16] or 'none'}, {message.vector.hex()[:16]} expected"
+            )
 
     async def close(self, outcome: str) -> None:
         """Tell every site that can be reached that the round is over."""

@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from agent import clock, files
-from agent.aggregate import aggregate
+from agent.aggregate import Optimiser, aggregate
 from agent.gangs import Gangs
 from agent.links import SiteLink
 from agent.ports import Store
 from agent.run_rounds import RoundDriver
+from fedpool import parallel
 from fedpool.errors import (
     Failed,
     IbshellError,
@@ -66,7 +67,6 @@ log = logging.getLogger(__name__)
 
 EVENTS_KEPT = 5000
 GATHER_S = 10.0
-HUB_VIEW_WORDS = 16
 
 
 class _Live:
@@ -92,6 +92,10 @@ class _Live:
     def model(self, number: int) -> Path:
         """The global parameters after a round; 0 are the initial ones."""
         return self.directory / f"model-{number}.safetensors"
+
+    def memory(self, number: int) -> Path:
+        """What the strategy remembers after a round."""
+        return self.directory / f"memory-{number}.f32"
 
     def tell(self, kind: str, **details: Any) -> None:
         """Add an event for whoever watches."""
@@ -206,7 +210,7 @@ class Runs:
         """
         plan = plans.parse(wanted.plan)
         with files.mapped(initial) as mapped:
-            layout = parameters.layout(mapped, f"the initial parameters {plan.initial!r}")
+            layout = parameters.layout(mapped, f"the initial parameters {plan.initial!r}", plan.exclude)
             digest = hashlib.sha256(mapped.data if mapped.size else b"").hexdigest()
         if wanted.lease is not None and wanted.lease.tenant != plan.tenant:
             raise UsageError(f"a lease of {wanted.lease.tenant} for a plan of {plan.tenant}")
@@ -365,15 +369,15 @@ class Runs:
         live.tell("round", attempt=manifest.attempt, cohort=len(manifest.participants), rounds=run.plan.rounds)
         try:
             unmask = await driver.run()
-            vectors = [driver.vector(index) for index in unmask.survivors]
             result = await asyncio.to_thread(
                 aggregate,
                 manifest,
-                vectors,
+                driver.total,
                 unmask.removal,
-                run.plan.strategy,
+                self._optimiser(live, manifest.round),
                 live.model(run.round),
                 live.model(manifest.round),
+                parallel.threads(),
             )
         except (RoundFailed, IbshellError) as error:
             await self._lost(live, error.message)
@@ -387,12 +391,17 @@ class Runs:
             "lost": out
             | {driver.machine.name(i): f"{phase}: {why}" for i, (phase, why) in driver.machine.lost.items()},
             "weight": result.weight,
+            "saturated": result.saturated,
+            "error_bound": result.error_bound,
             "metrics": result.metrics,
             "seconds": round(clock.now() - started, 4),
             "bytes_up": sum(now[site][0] - traffic[site][0] for site in run.sites),
             "bytes_down": sum(now[site][1] - traffic[site][1] for site in run.sites),
             "model": result.model,
         }
+        for name in result.negative:
+            log.warning("run %s round %d: %s is negative", run.id, manifest.round, name)
+            live.tell("warning", what=f"{name} is negative: a site's update was not a running variance")
         await self._record(live, RoundEnded(manifest.round, result.model, summary))
         await driver.close("aggregated")
         self._tidy(live)
@@ -412,11 +421,20 @@ class Runs:
                 shutil.rmtree(path)
         for number in range(1, live.run.round - 1):
             live.model(number).unlink(missing_ok=True)
+            live.memory(number).unlink(missing_ok=True)
+
+    @staticmethod
+    def _optimiser(live: _Live, number: int) -> Optimiser:
+        """What makes the next parameters of round `number`'s mean."""
+        run = live.run
+        strategy, step = run.plan.optimiser(), len(run.history) + 1
+        return Optimiser(strategy, step, live.memory(run.round), live.memory(number), tuple(run.plan.buffers))
 
     def _manifest(self, run: Run, ready: list[str]) -> Manifest:
         plan, number = run.plan, run.next_round
         with files.mapped(self._directory / run.id / f"model-{run.round}.safetensors") as mapped:
-            count = parameters.layout(mapped, "the model").parameters
+            layout = parameters.layout(mapped, "the model", plan.exclude)
+        found = plan.graph(len(ready))
         return Manifest(
             federation=run.id,
             round=number,
@@ -425,12 +443,17 @@ class Runs:
             model=bytes.fromhex(run.model),
             participants=tuple(Participant(i, name, self._links[name].key) for i, name in enumerate(ready, 1)),
             threshold=plan.threshold_for(len(ready)),
+            share_threshold=found.share_threshold,
+            degree=found.degree,
             minimum_cohort=plan.minimum_cohort,
-            parameters=count,
+            parameters=layout.parameters,
             metrics=tuple(plan.metrics),
-            clip=plan.clip,
+            ranges=parameters.ranges(layout, plan.clip, plan.ranges),
             metric_range=plan.metric_range,
             max_weight=plan.max_weight,
+            norm_clip=plan.norm_clip,
+            exclude=tuple(plan.exclude),
+            ring_bits=plan.ring_bits,
         )
 
     async def _programs(self, live: _Live, lease_id: str) -> tuple[list[str], dict[str, str]]:
@@ -470,7 +493,7 @@ class Runs:
 
     async def _start_program(self, run: Run, part: Part, lease: str, problems: dict[str, IbshellError]) -> None:
         token = part.grants[0].token
-        wanted = TaskWanted(run.id, lease, token, run.plan.program, plans.digest(run.plan_text), run.plan.config)
+        wanted = TaskWanted(run.id, lease, token, run.plan.program, plans.digest(run.plan_text), run.plan.settings())
         wanted = msgspec.structs.replace(wanted, request=run.requests.get(lease))
         try:
             await self._links[part.site].call("task.start", wanted, Nothing)
@@ -518,9 +541,8 @@ class Runs:
         driver = live.round
         if driver is not None:
             for index in driver.machine.survivors:
-                if driver.machine.name(index) == site and driver.vector(index).exists():
-                    raw = driver.vector(index).read_bytes()[: 4 * HUB_VIEW_WORDS]
-                    words = [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+                if driver.machine.name(index) == site and (head := driver.total.head(index)):
+                    words = [int.from_bytes(head[i : i + 4], "little") for i in range(0, len(head), 4)]
                     return HubView(site, driver.machine.manifest.round, words)
         raise NotFound(f"the hub holds no vector of {site} in run {live.run.id}")
 

@@ -280,17 +280,17 @@ class SiteAgent:
         """Get an object from the hub into a file, over as many connections as it takes."""
         sink = files.FileSink(path)
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT_S):
-                while True:
+            while True:
+                async with asyncio.timeout(FETCH_TIMEOUT_S):
                     await self._bulk_up.wait()
-                    channel = self._bulk
-                    if channel is not None:
-                        try:
-                            await channel.fetch(object_id, sink)
-                            return
-                        except Unreachable as error:
-                            log.info("the model's transfer goes on after %d bytes: %s", sink.received, error)
-                    await asyncio.sleep(0.05)
+                channel = self._bulk
+                if channel is not None:
+                    try:
+                        await channel.fetch(object_id, sink)
+                        return
+                    except Unreachable as error:
+                        log.info("the model's transfer goes on after %d bytes: %s", sink.received, error)
+                await asyncio.sleep(0.05)
         except TimeoutError:
             raise Unreachable(f"the hub's bulk connection was away for {FETCH_TIMEOUT_S:.0f} s") from None
         finally:

@@ -6,7 +6,7 @@ What is revealed and when is decided by `fedpool.secagg.client`; here are its fi
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -16,16 +16,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from agent import clock, files
+from agent import clock, files, masking
 from agent.ledger.site_ledger import SiteLedger
 from agent.ports import Store
 from agent.programs import Task
-from fedpool.errors import IbshellError, NotFound, ProgramFailed, Refused, UsageError
+from fedpool import parallel
+from fedpool.errors import IbshellError, NotFound, Refused, UsageError
 from fedpool.federation import parameters
 from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
 from fedpool.ledger.records import Record, RoundSaid
 from fedpool.names import require_id
-from fedpool.secagg import masks
 from fedpool.secagg.client import (
     AgreeSurvivors,
     BeginMasking,
@@ -44,6 +44,8 @@ from fedpool.transport.bulk import Source
 from fedpool.transport.identity import Identity
 from fedpool.wire.bulk import object_id
 from fedpool.wire.messages import Submission
+
+log = logging.getLogger(__name__)
 
 STREAM = "rounds"
 QUESTIONS: dict[str, Any] = {
@@ -66,6 +68,7 @@ class _Open:
         self.lock = asyncio.Lock()
         self.masking_for: BeginMasking | None = None
         self.masking: MaskVector | None = None
+        self.loading: asyncio.Task[None] | None = None
 
     @property
     def vector(self) -> Path:
@@ -139,31 +142,42 @@ class SiteRounds:
                 raise Refused(f"the round names another plan than the program at {self._policy.name} was started with")
             directory = self._directory / run
             model = directory / f"model-{manifest.model.hex()[:32]}.safetensors"
-            if not model.exists():
-                arriving = model.with_suffix(".part")
-                await self._fetch(object_id(f"model/{run}/{manifest.model.hex()}"), arriving)
-                await files.verified(arriving, manifest.model, "the model")
-                arriving.rename(model)
-            machine = SiteRound(
-                manifest,
-                self._policy,
-                self._identity.signing,
-                os.urandom,
-                self._released.get(run, 0),
-                await asyncio.to_thread(files.sha256, model),
-            )
-            with files.mapped(model) as mapped:
-                held = parameters.layout(mapped, "the model").parameters
-            if held != manifest.parameters:
-                raise Refused(f"the round names {manifest.parameters} parameters, the model has {held}")
+            released = self._released.get(run, 0)
+            machine = SiteRound(manifest, self._policy, self._identity.signing, os.urandom, released)
             if current is not None:
                 self._forget(current, keep=model)
+                if current.loading is not None:  # two transfers must not write to one file
+                    await asyncio.wait([current.loading])
             attempt = directory / f"round-{manifest.round}-{manifest.attempt}"
             attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
             opened = _Open(machine, attempt, model, clock.now() + wanted.deadline_s)
             self._open[run] = opened
-            await task.offer(manifest.round, model, opened.update)
+            # Keys and shares are exchanged while the model arrives; nothing is masked before it is there and is the right one.
+            opened.loading = asyncio.get_running_loop().create_task(self._load(opened, task))
+            opened.loading.add_done_callback(_loaded)
             return machine.key_message
+
+    async def _load(self, opened: _Open, task: Task) -> None:
+        """Fetch the round's global parameters, see that they are those the manifest names, and let the program train.
+
+        Raises:
+            IntegrityError, Refused, UsageError: they are not, or this site does not send what the vector would hold.
+        """
+        manifest, model = opened.machine.manifest, opened.model
+        if not model.exists():
+            arriving = model.with_suffix(".part")
+            await self._fetch(object_id(f"model/{manifest.federation}/{manifest.model.hex()}"), arriving)
+            arriving.rename(model)
+        try:
+            opened.machine.hold(await asyncio.to_thread(files.sha256, model))
+        except Refused:
+            model.unlink()  # fetched anew by whoever asks again
+            raise
+        with files.mapped(model) as mapped:
+            held = parameters.layout(mapped, "the model", manifest.exclude).parameters
+        if held != manifest.parameters:
+            raise Refused(f"the round names {manifest.parameters} parameters, the model has {held}")
+        await task.offer(manifest.round, model, opened.update)
 
     async def step(self, phase: Phase) -> PhaseAnswer:
         """Answer one question of a round.
@@ -189,6 +203,8 @@ class SiteRounds:
                 # The connection broke while the program was training: nothing was sent, so the same masks serve.
                 effect = opened.masking
             else:
+                if isinstance(event, BeginMasking) and opened.loading is not None:
+                    await asyncio.shield(opened.loading)
                 decision = opened.machine.step(event)
                 effect = decision.effects[0] if decision.effects else None
             if effect is not None:
@@ -233,7 +249,7 @@ class SiteRounds:
         if sent:
             names = (site.name for site in manifest.participants)
             form = f"doubly masked, {manifest.ring_bits}-bit ring"
-            found.append(record("sent", names, manifest.words * masks.WORD_BYTES, form))
+            found.append(record("sent", names, manifest.vector.size, form))
         found += [record("released", entry.survivors, 0, "shares of masks") for entry in entries]
         return found
 
@@ -241,9 +257,14 @@ class SiteRounds:
         """Wait for the program's update, encode and mask it into a file, and hash that."""
         manifest = opened.machine.manifest
         task = self._task(manifest.federation)
-        submission = await task.update(manifest.round, max(0.1, opened.deadline - clock.now()))
-        files.reserve(opened.vector, manifest.words * masks.WORD_BYTES)
-        return await asyncio.to_thread(_mask_file, opened, effect, submission)
+        work = masking.Masking(manifest, effect, opened.vector, parallel.threads())
+        preparing = asyncio.get_running_loop().create_task(asyncio.to_thread(work.prepare))
+        try:
+            submission = await task.update(manifest.round, max(0.1, opened.deadline - clock.now()))
+        finally:
+            work.stop()
+            await asyncio.shield(preparing)
+        return await asyncio.to_thread(work.finish, opened.model, opened.update, submission)
 
     async def check_update(self, submission: Submission, model: Path, update: Path) -> None:
         """Check a program's update before it is accepted.
@@ -269,7 +290,15 @@ class SiteRounds:
         for name in manifest.metrics:
             if not np.isfinite(submission.metrics[name]):
                 raise UsageError(f"metric {name} is {submission.metrics[name]} in round {submission.round}")
-        await asyncio.to_thread(_check_values, model, update)
+        if not update.exists():
+            raise UsageError(f"the program wrote no update to {update}")
+        found = await asyncio.to_thread(masking.check, model, update, manifest.exclude, parallel.threads())
+        if found is not None:
+            value, place = found
+            raise UsageError(
+                f"the update holds {value} at {place}",
+                "training has diverged: lower the learning rate; nothing was sent",
+            )
 
     async def source(self, wanted: bytes) -> Source:
         """A masked vector of this site, for the hub to fetch.
@@ -303,54 +332,14 @@ class SiteRounds:
         shutil.rmtree(self._directory / run, ignore_errors=True)
 
     def _forget(self, opened: _Open, keep: Path | None = None) -> None:
+        if opened.loading is not None:
+            opened.loading.cancel()
         shutil.rmtree(opened.directory, ignore_errors=True)
         if opened.model != keep:
             opened.model.unlink(missing_ok=True)
 
 
-def _check_values(model: Path, update: Path) -> None:
-    """Shapes, types and finiteness of an update."""
-    if not update.exists():
-        raise UsageError(f"the program wrote no update to {update}")
-    with files.mapped(model) as global_bytes, files.mapped(update) as own_bytes:
-        layout = parameters.layout(global_bytes, "the model")
-        values = parameters.gather(layout, own_bytes, "the update")
-        finite = np.isfinite(values)
-        if not finite.all():
-            index = int(np.argmin(finite))
-            raise UsageError(
-                f"the update holds {values[index]} at {parameters.name_of(layout, index)}",
-                "training has diverged: lower the learning rate; nothing was sent",
-            )
-
-
-def _mask_file(opened: _Open, effect: MaskVector, submission: Submission) -> bytes:
-    """Encode update, weight and metrics into the vector's file, mask it, hash it."""
-    manifest = opened.machine.manifest
-    fixed = manifest.parameter_encoding()
-    with (
-        files.mapped(opened.model) as global_bytes,
-        files.mapped(opened.update) as own_bytes,
-        files.mapped(opened.vector, writable=True) as out,
-    ):
-        layout = parameters.layout(global_bytes, "the model")
-        base = parameters.gather(layout, global_bytes, "the model")
-        values = parameters.gather(layout, own_bytes, "the update")
-        words = out.view(np.uint32)
-        count = manifest.parameters
-        factor = fixed.factor(submission.weight)
-        _, bad = masks.encode(values, base, fixed.clip, factor, effect.rounding_key, 0, words[:count])
-        if bad >= 0:
-            raise ProgramFailed(
-                f"the update changed while it was masked: {parameters.name_of(layout, bad)} is not finite"
-            )
-        words[count] = submission.weight
-        metrics = np.array([submission.metrics[name] for name in manifest.metrics], np.float32)
-        metric = manifest.metric_encoding()
-        tail = np.zeros(len(metrics), np.uint32)
-        # The rounding of the metrics continues the parameters' stream at the next even value.
-        offset = count + (count & 1)
-        masks.encode(metrics, None, metric.clip, metric.factor(submission.weight), effect.rounding_key, offset, tail)
-        words[count + 1 :] = tail
-        masks.apply(words, effect.streams, 0)
-        return hashlib.sha256(out.data).digest()
+def _loaded(loading: asyncio.Task[None]) -> None:
+    """What went wrong with a model is told to the hub when it asks for the vector; here it is noted."""
+    if not loading.cancelled() and (error := loading.exception()) is not None:
+        log.info("the round's global parameters: %s", error)

@@ -48,7 +48,12 @@ class build_ext(_build_ext):
         sources = sorted(ROOT.rglob("*.pyx"))
         self.distribution.ext_modules = cythonize(
             [
-                Extension(_dotted_name(source), [os.path.relpath(source)], extra_compile_args=flags)
+                Extension(
+                    _dotted_name(source),
+                    [os.path.relpath(source)],
+                    include_dirs=[os.path.relpath(source.parent)],
+                    extra_compile_args=flags,
+                )
                 for source in sources
             ],
             include_path=[str(ROOT)],

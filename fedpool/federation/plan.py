@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 
 from fedpool.errors import IbshellError, PlanError, UsageError
-from fedpool.federation.strategies import STRATEGIES
+from fedpool.federation import strategies
+from fedpool.federation.strategies import FedProx, Strategy
 from fedpool.names import NAME, RULE
-from fedpool.secagg import encoding
+from fedpool.secagg import encoding, graph, ring
+from fedpool.secagg.graph import Graph
 from fedpool.secagg.manifest import default_threshold
 from fedpool.toml import TomlText
 from fedpool.units import parse_duration
@@ -32,10 +34,18 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         minimum_cohort: fewest sites whose sum may be revealed.
         threshold: shares needed to rebuild a secret; None: more than two thirds.
         clip: range of an update's values (trained minus global); what exceeds it is clipped.
+        ranges: {pattern of tensor names: clip} where another one is wanted; the first that fits counts.
+        norm_clip: largest Euclidean norm of an update; its site scales it down to that before it is masked; 0: any.
+        exclude: patterns of tensors that are not averaged and keep their global value.
+        buffers: patterns of tensors that are averaged but not moved by the strategy, beside running_mean and running_var.
+        ring_bits: width of the ring, 16, 24, 32 or 64: bytes up for each parameter times eight.
+        levels: steps over [-clip, clip] that must survive whatever a site's weight; 0 demands none.
+        lost_sites: share of a large cohort that may drop out without ending the round; the graph is chosen for it.
         max_weight: largest sample count of a site.
         metrics: names of the values every site reports with its update.
         metric_range: range of a metric.
         strategy: what is done with the aggregate.
+        strategy_options: its numbers.
         deadline: longest a round may wait for its sites.
         lease: length of the lease; it is renewed while the run lasts.
         config: arbitrary values for the program.
@@ -53,10 +63,18 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     minimum_cohort: int = 3
     threshold: int | None = None
     clip: float = 1.0
+    ranges: dict[str, float] = {}
+    norm_clip: float = 0.0
+    exclude: list[str] = []
+    buffers: list[str] = []
+    ring_bits: int = 32
+    levels: int = 0
+    lost_sites: float = graph.LOST
     max_weight: int = 1000
     metrics: list[str] = []
     metric_range: float = 16.0
     strategy: str = "fedavg"
+    strategy_options: dict[str, Any] = {}
     deadline: str = "10m"
     lease: str = "1h"
     config: dict[str, Any] = {}
@@ -98,6 +116,23 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def longest_s(self) -> float:
         """How long it may take at most, seconds: every round up to its deadline, and the lease that is left then."""
         return self.rounds * self.deadline_s + self.lease_s
+
+    def optimiser(self) -> Strategy:
+        """What makes the next global parameters of an aggregate.
+
+        Raises:
+            UsageError: the strategy is unknown, cannot work here, or an option is wrong.
+        """
+        return strategies.named(self.strategy, self.strategy_options)
+
+    def settings(self) -> dict[str, Any]:
+        """What the program gets as its configuration."""
+        strategy = self.optimiser()
+        return {**self.config, **({"proximal_mu": strategy.proximal_mu} if isinstance(strategy, FedProx) else {})}
+
+    def graph(self, cohort: int) -> Graph:
+        """Which sites mask with which in a cohort of this size."""
+        return graph.choose(cohort, self.threshold_for(cohort), lost=self.lost_sites)
 
     def threshold_for(self, cohort: int) -> int:
         """Shares needed with this many sites; never under half, which the protocol forbids."""
@@ -156,20 +191,43 @@ def _problems(plan: Plan) -> list[tuple[str, str]]:
             f"threshold = {plan.threshold}: with {plan.cohort} sites it may be {low} to {plan.cohort}",
         )
     need("metrics", len(set(plan.metrics)) == len(plan.metrics), "metrics names one twice")
-    need("strategy", plan.strategy in STRATEGIES, f"strategy = {plan.strategy!r}: known are {', '.join(STRATEGIES)}")
+    need("ring_bits", plan.ring_bits in ring.WIDTHS, f"ring_bits = {plan.ring_bits}: it may be 16, 24, 32 or 64")
+    need("levels", plan.levels == 0 or plan.levels >= 2, f"levels = {plan.levels}: it may be 2 or more, or 0 for any")
+    need("lost_sites", 0 <= plan.lost_sites < 1 / 3, f"lost_sites = {plan.lost_sites}: it may be 0 to a third")
+    need(
+        "norm_clip",
+        math.isfinite(plan.norm_clip) and plan.norm_clip >= 0,
+        f"norm_clip = {plan.norm_clip}: it may be 0 or more",
+    )
+    try:
+        plan.optimiser()
+    except UsageError as error:
+        found.append(("strategy_options" if "option" in error.message else "strategy", str(error)))
     for key, value in (("deadline", plan.deadline), ("lease", plan.lease)):
         try:
             parse_duration(value)
         except UsageError as error:
             found.append((key, f"{key} = {error.message}"))
-    for key, limit in (("clip", plan.clip), ("metric_range", plan.metric_range)):
-        need(key, math.isfinite(limit) and limit > 0, f"{key} = {limit}: a positive number is needed")
+    positive = [("clip", "clip", plan.clip), ("metric_range", "metric_range", plan.metric_range)]
+    positive += [("ranges", f"ranges: {pattern!r}", value) for pattern, value in plan.ranges.items()]
+    for key, what, limit in positive:
+        need(key, math.isfinite(limit) and limit > 0, f"{what} = {limit}: a positive number is needed")
     if not found:
-        for key in ("clip", "metric_range"):
-            try:
-                encoding.fit(getattr(plan, key), plan.max_weight, plan.cohort)
-            except IbshellError as error:
-                found.append(("max_weight" if "max_weight" in error.message else key, error.message))
+        found += _without_room(plan)
+    return found
+
+
+def _without_room(plan: Plan) -> list[tuple[str, str]]:
+    """What the ring cannot carry."""
+    found = []
+    ranges = [("clip", plan.clip, plan.ring_bits, plan.levels), ("metric_range", plan.metric_range, 64, 0)]
+    ranges += [("ranges", value, plan.ring_bits, plan.levels) for value in plan.ranges.values()]
+    for key, clip, bits, levels in ranges:
+        try:
+            encoding.fit(clip, plan.max_weight, plan.cohort, bits, levels)
+        except IbshellError as error:
+            blamed = next((name for name in ("levels", "max_weight", "ring") if name in error.message), key)
+            found.append(("ring_bits" if blamed == "ring" else blamed, str(error)))
     return found
 
 

@@ -3,14 +3,18 @@
 import numpy as np
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint32]
-Floats = NDArray[np.float32]
+from fedpool.secagg.ring import Floats, Words
+
+
+def has_keystream() -> bool:
+    """There is no keystream of its own here: it comes from the `cryptography` package."""
+    return False
 
 
 def encode(
     values: Floats, base: Floats | None, rounding: NDArray[np.uint16], clip: float, factor: float, out: Words
 ) -> tuple[int, int]:
-    """Write floor(clip(values - base) * factor + rounding / 2^16) as ring words; return (saturated, first_bad)."""
+    """Add floor(clip(values - base) * factor + rounding / 2^16) to the words; return (saturated, first_bad)."""
     finite = np.isfinite(values)
     if not finite.all():
         return 0, int(np.argmin(finite))
@@ -19,21 +23,25 @@ def encode(
         difference -= base
     saturated = int(np.count_nonzero(np.abs(difference) > clip))
     scaled = np.clip(difference, -clip, clip) * factor + rounding * (1.0 / 65536.0)
-    out[:] = (np.floor(scaled + 2.0**30).astype(np.int64) - (1 << 30)).astype(np.uint32)
+    # As the kernel rounds words of up to 32 bits: truncation after a shift that makes every value positive.
+    shift = 1 << 30 if out.itemsize < 8 else 0
+    integers = np.floor(scaled + shift).astype(np.int64) - shift
+    out += integers.astype(out.dtype)
     return saturated, -1
 
 
-def add(words: Words, stream: Words) -> None:
-    """Add a keystream to the words, modulo 2^32."""
-    np.add(words, stream, out=words)
+def add(words: Words, other: Words) -> None:
+    """words += other in the ring."""
+    np.add(words, other, out=words)
 
 
-def subtract(words: Words, stream: Words) -> None:
-    """Subtract a keystream from the words, modulo 2^32."""
-    np.subtract(words, stream, out=words)
+def subtract(words: Words, other: Words) -> None:
+    """words -= other in the ring."""
+    np.subtract(words, other, out=words)
 
 
-def decode(words: Words, base: Floats | None, factor: float, out: Floats) -> None:
-    """Write base + centred(words) * factor, computed in double and rounded once to float32."""
-    values = words.view(np.int32).astype(np.float64) * factor
+def decode(words: Words, base: Floats | None, lift: int, factor: float, out: Floats) -> None:
+    """out = base + centred(words) * factor, in double, rounded once to float32; `lift` upper bits of a word mean nothing."""
+    signed = np.left_shift(words, lift).view(f"<i{words.itemsize}") >> lift
+    values = signed.astype(np.float64) * factor
     out[:] = values if base is None else base + values

@@ -22,7 +22,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedpool.errors import IntegrityError, LocalProtocolError, Refused
-from fedpool.secagg import agreement, masks, sealing, shamir, transcript
+from fedpool.secagg import agreement, graph, masks, sealing, shamir, transcript
 from fedpool.secagg.agreement import Encapsulation, RoundKeys
 from fedpool.secagg.manifest import Manifest, SitePolicy
 from fedpool.secagg.messages import (
@@ -31,6 +31,7 @@ from fedpool.secagg.messages import (
     ConfirmHeader,
     ConfirmMessage,
     Dealing,
+    KeyHeader,
     KeyMessage,
     ReleaseMessage,
     RevealedShare,
@@ -39,6 +40,7 @@ from fedpool.secagg.messages import (
     SurvivorMessage,
     VectorMessage,
     key_context,
+    list_digest,
     pair_check,
     secret_check,
     share_check,
@@ -52,21 +54,24 @@ LABEL_PAIR = b"pair"
 
 
 class DealShares(msgspec.Struct, frozen=True):
-    """The hub hands out everybody's public keys."""
+    """The hub hands out the public keys of this site and its neighbours, and the digests of all others."""
 
     keys: list[KeyMessage]
+    others: list[KeyHeader]
 
 
 class ConfirmPairs(msgspec.Struct, frozen=True):
-    """The hub hands this site everybody's shares for it."""
+    """The hub hands this site its neighbours' shares for it, and names everybody who dealt."""
 
     shares: list[ShareDelivery]
+    dealers: list[int]
 
 
 class BeginMasking(msgspec.Struct, frozen=True):
-    """The hub names the sites that confirmed: the set the vector is masked for."""
+    """The hub names the sites that confirmed, the set the vector is masked for, and shows the neighbours' confirmations."""
 
     confirms: list[ConfirmHeader]
+    members: list[int]
 
 
 class VectorSent(msgspec.Struct, frozen=True):
@@ -104,8 +109,9 @@ class SharesReleased(msgspec.Struct, frozen=True, tag="round.released"):
 class MaskVector(msgspec.Struct, frozen=True):
     """Mask the encoded update with these streams and send it."""
 
-    streams: list[masks.Stream]
+    streams: masks.Masks
     rounding_key: bytes
+    rounding_tail: bytes
 
 
 SiteDecision: TypeAlias = Decision[SharesReleased, SiteReply, MaskVector]
@@ -130,7 +136,6 @@ class SiteRound:
         identity: its signing key.
         entropy: source of random bytes.
         last_released: last round of this federation for which this site released shares, or 0.
-        model: SHA-256 of the parameters this site really loaded.
 
     Raises:
         UsageError, Refused: see `SitePolicy.admit`.
@@ -143,15 +148,10 @@ class SiteRound:
         identity: Ed25519PrivateKey,
         entropy: Entropy,
         last_released: int,
-        model: bytes,
     ) -> None:
         self.index = policy.admit(manifest, last_released)
-        if model != manifest.model:
-            raise Refused(
-                f"round {manifest.round} names model {manifest.model.hex()[:16]}, {policy.name} holds {model.hex()[:16]}",
-                "the hub may be showing different sites different models",
-            )
         self.manifest = manifest
+        self._holds_model = False
         self.state = "opened"
         self._identity = identity
         self._entropy = entropy
@@ -161,18 +161,38 @@ class SiteRound:
         self._box_key = entropy(shamir.SECRET_BYTES)
         self._rounding_seed = entropy(shamir.SECRET_BYTES)
         self._context = b""
-        self._peer_keys: dict[int, bytes] = {}
+        self._ring: list[int] = []
+        self._neighbours: list[int] = []
+        self._dealers: list[int] = []
         self._sent: dict[int, Encapsulation] = {}
         self._exchanged: dict[int, bytes] = {}
         self._held: dict[int, tuple[RevealedShare, RevealedShare]] = {}
         self._seeds: dict[int, bytes] = {}
         self._masked_for: list[int] = []
+        self._masked_digest = b""
         self._vector = b""
         self._survivors: list[int] = []
         self._survivor_digest = b""
         self._answers: dict[type, tuple[bytes, SiteReply]] = {}
         signature = agreement.sign(identity, KeyMessage.digest(self._digest, self.index, self._keys.public))
         self.key_message = KeyMessage(self.index, self._keys.public, signature)
+
+    def hold(self, model: bytes) -> None:
+        """Say which global parameters this site really loaded: without the right ones nothing is masked.
+
+        Args:
+            model: their SHA-256.
+
+        Raises:
+            Refused: they are not those of the manifest.
+        """
+        if model != self.manifest.model:
+            named = self.manifest.model.hex()[:16]
+            raise Refused(
+                f"round {self.manifest.round} names model {named}, this site holds {model.hex()[:16]}",
+                "the hub may be showing different sites different models",
+            )
+        self._holds_model = True
 
     def step(self, event: SiteEvent) -> SiteDecision:
         """Decide what follows from an event. See `fedpool.step`.
@@ -237,19 +257,35 @@ class SiteRound:
             )
         return indices
 
-    def _deal(self, event: DealShares) -> SiteDecision:
-        members = self._members([key.index for key in event.keys], "sites with keys")
-        if self.index not in members or event.keys[members.index(self.index)] != self.key_message:
+    def _key_headers(self, event: DealShares) -> list[KeyHeader]:
+        """Everybody's keys as digests, checked: signed, this site's own among them."""
+        whole = [key.header(self._digest) for key in event.keys]
+        headers = sorted([*whole, *event.others], key=lambda header: header.index)
+        members = self._members([header.index for header in headers], "sites with keys")
+        if self.key_message not in event.keys:
             raise IntegrityError(f"round {self.manifest.round}: the key list does not hold this site's own key")
         for key in event.keys:
             if len(key.public) != agreement.PUBLIC_BYTES:
                 raise IntegrityError(f"the round key of {self._name(key.index)} is malformed")
-            self._verify(key.index, key.signature, KeyMessage.digest(self._digest, key.index, key.public))
-        if len({key.public for key in event.keys}) < len(members):
+        for header in headers:
+            self._verify(header.index, header.signature, header.key)
+        if len({key.public for key in event.keys}) < len(event.keys):
             raise IntegrityError(f"round {self.manifest.round}: two sites present the same round key")
-        context = key_context(self._digest, event.keys)
-        own_shares = shamir.split(self._own_seed, self.manifest.threshold, members, self._entropy)
-        box_shares = shamir.split(self._box_key, self.manifest.threshold, members, self._entropy)
+        context = key_context(self._digest, headers)
+        self._ring = graph.order(context, members)
+        self._neighbours = self._neighbours_of(self.index)
+        if [key.index for key in event.keys] != sorted([*self._neighbours, self.index]):
+            raise IntegrityError(f"round {self.manifest.round}: the keys are not those of this site's neighbours")
+        return headers
+
+    def _neighbours_of(self, index: int) -> list[int]:
+        return graph.neighbours(self._ring, self.manifest.degree, index)
+
+    def _deal(self, event: DealShares) -> SiteDecision:
+        context = key_context(self._digest, self._key_headers(event))
+        holders = sorted([*self._neighbours, self.index])
+        own_shares = shamir.split(self._own_seed, self.manifest.share_threshold, holders, self._entropy)
+        box_shares = shamir.split(self._box_key, self.manifest.share_threshold, holders, self._entropy)
         dealings, sent, exchanged, held = [], {}, {}, {}
         for key in event.keys:
             holder = key.index
@@ -277,10 +313,9 @@ class SiteRound:
             secret_check(context, self.index, KIND_OWN, self._own_seed),
             secret_check(context, self.index, KIND_BOX, self._box_key),
         )
-        digest = ShareMessage.digest(context, self.index, members, [d.digest() for d in dealings], *checks)
+        digest = ShareMessage.digest(context, self.index, holders, [d.digest() for d in dealings], *checks)
         message = ShareMessage(self.index, dealings, *checks, agreement.sign(self._identity, digest))
         self._context, self._sent, self._exchanged = context, sent, exchanged
-        self._peer_keys = {key.index: key.public for key in event.keys}
         self._held.update(held)
         return Decision(replies=(message,))
 
@@ -307,10 +342,13 @@ class SiteRound:
         return RevealedShare(dealer, own, own_salt), RevealedShare(dealer, box, box_salt), received
 
     def _confirm(self, event: ConfirmPairs) -> SiteDecision:
-        others = [delivery.index for delivery in event.shares]
-        if self.index in others or not set(others) <= set(self._peer_keys):
-            raise IntegrityError(f"round {self.manifest.round}: shares of a site that is no member")
-        dealers = self._members(sorted([*others, self.index]), "sites with shares")
+        dealers = self._members(event.dealers, "sites with shares")
+        if self.index not in dealers or not set(dealers) <= set(self._ring):
+            raise IntegrityError(f"round {self.manifest.round}: the list of dealers is not of this round's members")
+        dealt = set(dealers)
+        expected = [i for i in self._neighbours if i in dealt]
+        if [delivery.index for delivery in event.shares] != expected:
+            raise IntegrityError(f"round {self.manifest.round}: the shares are not those of this site's neighbours")
         held, seeds = {}, {}
         for delivery in event.shares:
             own, box, received = self._open_delivery(delivery)
@@ -321,46 +359,57 @@ class SiteRound:
             seeds[dealer] = agreement.pair_seed(self._context, low, high, self._exchanged[dealer], up, down)
         plain = b"".join(transcript.u32(i) + seeds[i] for i in sorted(seeds))
         box_text = sealing.seal(self._box_key, plain, self._context)
-        checks = [b"" if i == self.index else pair_check(self._context, i, self.index, seeds[i]) for i in dealers]
+        checks = [pair_check(self._context, i, self.index, seeds[i]) for i in expected]
         digest = ConfirmHeader.digest(self._context, self.index, dealers, transcript.digest(box_text), checks)
         message = ConfirmMessage(self.index, dealers, box_text, checks, agreement.sign(self._identity, digest))
         self._held.update(held)
-        self._seeds = seeds
+        self._seeds, self._dealers = seeds, dealers
         return Decision(replies=(message,))
 
+    def _check_confirmation(self, header: ConfirmHeader) -> None:
+        """A neighbour was shown the same sites and derived the same seed."""
+        peer, name = header.index, self._name(header.index)
+        digest = ConfirmHeader.digest(self._context, peer, header.dealers, header.box_digest, header.checks)
+        self._verify(peer, header.signature, digest)
+        dealers = set(self._dealers)
+        checked = [i for i in self._neighbours_of(peer) if i in dealers]
+        if header.dealers != self._dealers or len(header.checks) != len(checked):
+            raise IntegrityError(
+                f"{name} was shown another set of sites than this one",
+                "the hub or the network showed different sites different lists",
+            )
+        expected = pair_check(self._context, peer, self.index, self._seeds[peer])
+        if header.checks[checked.index(self.index)] != expected:
+            raise IntegrityError(f"{name} derived another pair seed: the masks would not cancel")
+
     def _begin(self, event: BeginMasking) -> SiteDecision:
-        masked_for = self._members([header.index for header in event.confirms], "sites that confirmed")
-        if self.index not in masked_for or not set(masked_for) <= {*self._seeds, self.index}:
+        if not self._holds_model:
+            raise LocalProtocolError(f"round {self.manifest.round}: masking before the model was loaded")
+        masked_for = self._members(event.members, "sites that confirmed")
+        if self.index not in masked_for or not set(masked_for) <= set(self._dealers):
             raise IntegrityError(
                 f"round {self.manifest.round}: the list of confirmations is not of this round's members"
             )
-        dealers = sorted([*self._seeds, self.index])
+        members = set(masked_for)
+        peers = [i for i in self._seeds if i in members]
+        if [header.index for header in event.confirms] != sorted(peers):
+            raise IntegrityError(
+                f"round {self.manifest.round}: the confirmations are not those of this site's neighbours"
+            )
         for header in event.confirms:
-            digest = ConfirmHeader.digest(self._context, header.index, header.dealers, header.box_digest, header.checks)
-            self._verify(header.index, header.signature, digest)
-            if header.dealers != dealers or len(header.checks) != len(dealers):
-                raise IntegrityError(
-                    f"{self._name(header.index)} was shown another set of sites than this one",
-                    "the hub or the network showed different sites different lists",
-                )
-            if header.index == self.index:
-                continue
-            expected = pair_check(self._context, header.index, self.index, self._seeds[header.index])
-            if header.checks[dealers.index(self.index)] != expected:
-                raise IntegrityError(
-                    f"{self._name(header.index)} derived another pair seed: the masks would not cancel"
-                )
-        self._masked_for = masked_for
-        streams = [masks.Stream(masks.keystream_key(self._own_seed, self._context, own_label(self.index)), 1)]
-        for peer in masked_for:
-            if peer != self.index:
-                key = masks.keystream_key(self._seeds[peer], self._context, LABEL_PAIR)
-                streams.append(masks.Stream(key, pair_sign(self.index, peer)))
-        rounding = masks.keystream_key(self._rounding_seed, self._context, transcript.LABEL_ROUNDING)
-        return Decision(effects=(MaskVector(streams, rounding),))
+            self._check_confirmation(header)
+        self._masked_for, self._masked_digest = masked_for, list_digest(masked_for)
+        streams = masks.joined(
+            [
+                masks.expand(self._own_seed, self._context, own_label(self.index), 1),
+                *(masks.expand(self._seeds[i], self._context, LABEL_PAIR, pair_sign(self.index, i)) for i in peers),
+            ]
+        )
+        rounding = masks.expand(self._rounding_seed, self._context, transcript.LABEL_ROUNDING, 1)
+        return Decision(effects=(MaskVector(streams, rounding.body[0].key, rounding.tail[0].key),))
 
     def _vector_sent(self, event: VectorSent) -> SiteDecision:
-        digest = VectorMessage.digest(self._context, self.index, self._masked_for, event.digest)
+        digest = VectorMessage.digest(self._context, self.index, self._masked_digest, event.digest)
         self._vector = event.digest
         return Decision(replies=(VectorMessage(self.index, event.digest, agreement.sign(self._identity, digest)),))
 
@@ -369,12 +418,12 @@ class SiteRound:
         if not set(survivors) <= set(self._masked_for):
             raise IntegrityError(f"round {self.manifest.round}: a survivor never masked")
         for vector in event.vectors:
-            digest = VectorMessage.digest(self._context, vector.index, self._masked_for, vector.vector)
+            digest = VectorMessage.digest(self._context, vector.index, self._masked_digest, vector.vector)
             self._verify(vector.index, vector.signature, digest)
             if vector.index == self.index and vector.vector != self._vector:
                 raise IntegrityError(f"round {self.manifest.round}: the hub holds another vector than this site sent")
         digests = [vector.vector for vector in event.vectors]
-        self._survivor_digest = SurvivorMessage.digest(self._context, self._masked_for, survivors, digests)
+        self._survivor_digest = SurvivorMessage.digest(self._context, self._masked_digest, survivors, digests)
         self._survivors = survivors
         return Decision(replies=(SurvivorMessage(self.index, agreement.sign(self._identity, self._survivor_digest)),))
 
@@ -384,7 +433,8 @@ class SiteRound:
             raise IntegrityError(f"round {self.manifest.round}: a signature of a site that did not survive")
         for message in event.signatures:
             self._verify(message.index, message.signature, self._survivor_digest)
-        dropped = [i for i in self._masked_for if i not in self._survivors]
+        survivors = set(self._survivors)
+        dropped = [i for i in self._masked_for if i not in survivors]
         entry = SharesReleased(
             federation=self.manifest.federation,
             round=self.manifest.round,
@@ -394,8 +444,8 @@ class SiteRound:
         )
         reply = ReleaseMessage(
             self.index,
-            own=[self._held[i][0] for i in self._survivors],
-            box=[self._held[i][1] for i in dropped],
+            own=[self._held[i][0] for i in self._survivors if i in self._held],
+            box=[self._held[i][1] for i in dropped if i in self._held],
         )
         return Decision(entries=(entry,), replies=(reply,))
 

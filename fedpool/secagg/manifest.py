@@ -3,13 +3,18 @@
 A hub that shows two sites different manifests, models or cohorts gets masks that do not cancel.
 """
 
+import math
+
 import msgspec
 
 from fedpool.errors import Forbidden, UsageError
-from fedpool.secagg import transcript
-from fedpool.secagg.encoding import RING_BITS, FixedPoint, fit
+from fedpool.secagg import graph, transcript, vector
+from fedpool.secagg.encoding import FixedPoint, fit
+from fedpool.secagg.vector import VectorLayout
 
-VERSION = 1
+VERSION = 2
+RING_BITS = 32
+PARAMETERS_MAX = 1 << 40
 SUITE = "x25519+mlkem768/aes256ctr/ed25519"
 
 
@@ -27,6 +32,13 @@ class Participant(msgspec.Struct, frozen=True):
     identity: bytes
 
 
+class ValueRange(msgspec.Struct, frozen=True):
+    """So many values of the vector, one after the other, with one clipping range: [-clip, clip]."""
+
+    values: int
+    clip: float
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """A round, as every party binds it.
 
@@ -37,13 +49,18 @@ class Manifest(msgspec.Struct, frozen=True):
         plan: SHA-256 of the plan.
         model: SHA-256 of the parameters the round starts from, as the site must find them on its own disk.
         participants: the cohort, ordered by index.
-        threshold: shares needed to rebuild a secret, and signatures needed on the survivors.
+        threshold: signatures needed on the survivors.
+        share_threshold: shares needed to rebuild a secret; the threshold in a complete graph.
+        degree: neighbours with which a site shares masks; 0: everybody (see `graph`).
         minimum_cohort: fewest survivors whose sum may be revealed.
         parameters: number of real values in the update.
         metrics: names of the values reported beside it.
-        clip: clipping range of an update's values.
+        ranges: clipping ranges of the update's values, in their order; they cover all of them.
         metric_range: clipping range of a metric.
         max_weight: largest sample count of a site.
+        norm_clip: largest Euclidean norm of an update, scaled down by the site before it is encoded; 0: any.
+        exclude: patterns of tensors that are no part of the vector.
+        ring_bits: width of the ring.
     """
 
     federation: str
@@ -53,20 +70,24 @@ class Manifest(msgspec.Struct, frozen=True):
     model: bytes
     participants: tuple[Participant, ...]
     threshold: int
+    share_threshold: int
+    degree: int
     minimum_cohort: int
     parameters: int
     metrics: tuple[str, ...]
-    clip: float
+    ranges: tuple[ValueRange, ...]
     metric_range: float
     max_weight: int
+    norm_clip: float = 0.0
+    exclude: tuple[str, ...] = ()
     ring_bits: int = RING_BITS
     version: int = VERSION
     suite: str = SUITE
 
     @property
-    def words(self) -> int:
-        """Length of the masked vector: parameters, the weight, the metrics."""
-        return self.parameters + 1 + len(self.metrics)
+    def vector(self) -> VectorLayout:
+        """How a masked vector lies in its file."""
+        return vector.layout(self.ring_bits, self.parameters, len(self.metrics))
 
     @property
     def quorum(self) -> int:
@@ -77,21 +98,24 @@ class Manifest(msgspec.Struct, frozen=True):
         """The participant with this index."""
         return self.participants[index - 1]
 
-    def parameter_encoding(self) -> FixedPoint:
-        """Fixed point of the update's values."""
-        return fit(self.clip, self.max_weight, len(self.participants))
+    def value_encoding(self, clip: float) -> FixedPoint:
+        """Fixed point of values with this clipping range."""
+        return fit(clip, self.max_weight, len(self.participants), self.ring_bits)
 
     def metric_encoding(self) -> FixedPoint:
         """Fixed point of the metrics."""
-        return fit(self.metric_range, self.max_weight, len(self.participants))
+        return fit(self.metric_range, self.max_weight, len(self.participants), vector.TAIL_BITS)
 
     def digest(self) -> bytes:
         """The hash that stands for this round everywhere (HM in the specification)."""
         t = transcript
         parts = [t.u32(self.version), self.suite.encode(), self.federation.encode(), t.u64(self.round)]
-        parts += [t.u64(self.attempt), self.plan, self.model, t.u32(self.threshold), t.u32(self.minimum_cohort)]
-        parts += [t.u32(self.ring_bits), t.u64(self.parameters), t.f64(self.clip), t.f64(self.metric_range)]
-        parts += [t.u64(self.max_weight), t.u32(len(self.metrics)), *(name.encode() for name in self.metrics)]
+        parts += [t.u64(self.attempt), self.plan, self.model, t.u32(self.threshold), t.u32(self.share_threshold)]
+        parts += [t.u32(self.degree), t.u32(self.minimum_cohort), t.u32(self.ring_bits), t.u64(self.parameters)]
+        parts += [t.f64(self.metric_range), t.u64(self.max_weight), t.f64(self.norm_clip)]
+        parts += [t.u32(len(self.metrics)), *(name.encode() for name in self.metrics)]
+        parts += [t.u32(len(self.exclude)), *(pattern.encode() for pattern in self.exclude)]
+        parts += [t.u32(len(self.ranges)), *(t.u64(r.values) + t.f64(r.clip) for r in self.ranges)]
         for site in self.participants:
             parts += [t.u32(site.index), site.name.encode(), site.identity]
         return t.digest_list(t.LABEL_MANIFEST, parts)
@@ -119,12 +143,38 @@ class Manifest(msgspec.Struct, frozen=True):
             )
         if not 2 <= self.minimum_cohort <= n:
             raise UsageError(f"minimum cohort {self.minimum_cohort} with {n} sites: it may be 2 to {n}")
-        if self.ring_bits != RING_BITS:
-            raise UsageError(f"a ring of {self.ring_bits} bits is not supported", f"use {RING_BITS}")
-        if self.parameters < 0 or self.words > 1 << 40:
-            raise UsageError(f"a vector of {self.words} words is not possible")
-        self.parameter_encoding()
+        if not 0 <= self.parameters <= PARAMETERS_MAX:
+            raise UsageError(f"a vector of {self.parameters} values; the limit is {PARAMETERS_MAX}")
+        if any(r.values < 1 for r in self.ranges) or sum(r.values for r in self.ranges) != self.parameters:
+            raise UsageError(f"the clipping ranges do not cover the {self.parameters} values of the update")
+        if not (math.isfinite(self.norm_clip) and self.norm_clip >= 0):
+            raise UsageError(f"norm_clip {self.norm_clip} is not a positive number")
+        for clip in {r.clip for r in self.ranges}:
+            self.value_encoding(clip)
         self.metric_encoding()
+        self._validate_graph()
+
+    def _validate_graph(self) -> None:
+        n = len(self.participants)
+        if not self.degree:
+            if self.share_threshold != self.threshold:
+                raise UsageError(f"share threshold {self.share_threshold} in a complete graph: it is {self.threshold}")
+            return
+        if self.degree % 2 or not 2 < self.degree < n - 1:
+            raise UsageError(f"a graph of degree {self.degree} with {n} sites: it is even and under {n - 1}")
+        if not self.degree // 2 <= self.share_threshold <= self.degree:
+            raise UsageError(
+                f"share threshold {self.share_threshold} with {self.degree} neighbours: "
+                f"it may be {self.degree // 2} to {self.degree}"
+            )
+        found = graph.bounds(n, self.degree, self.share_threshold)
+        bits = min(found.secrecy_bits, found.connection_bits)
+        if bits < graph.SECURITY_BITS:
+            raise UsageError(
+                f"a graph of degree {self.degree} with share threshold {self.share_threshold} keeps the updates of {n} "
+                f"sites secret but for 2^-{bits:.0f}; 2^-{graph.SECURITY_BITS} is demanded",
+                f"the usual one has degree {graph.choose(n, self.threshold).degree}",
+            )
 
 
 def default_threshold(cohort: int) -> int:

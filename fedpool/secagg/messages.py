@@ -17,11 +17,28 @@ class KeyMessage(msgspec.Struct, frozen=True):
         """What the signature covers."""
         return t.digest(t.LABEL_KEY_MESSAGE, manifest, t.u32(index), public)
 
+    def header(self, manifest: bytes) -> "KeyHeader":
+        """The message as sites get it that share no mask with this one."""
+        return KeyHeader(self.index, self.digest(manifest, self.index, self.public), self.signature)
 
-def key_context(manifest: bytes, keys: list[KeyMessage]) -> bytes:
+
+class KeyHeader(msgspec.Struct, frozen=True):
+    """A key message as its digest and the signature over that."""
+
+    index: int
+    key: bytes
+    signature: bytes
+
+
+def list_digest(indices: list[int]) -> bytes:
+    """The digest of a list of sites."""
+    return t.digest(*(t.u32(i) for i in indices))
+
+
+def key_context(manifest: bytes, keys: list[KeyHeader]) -> bytes:
     """HK: the digest of manifest and all public keys, to which everything later is bound."""
     ordered = sorted(keys, key=lambda key: key.index)
-    return t.digest(t.LABEL_KEYS, manifest, *(t.u32(key.index) + key.public for key in ordered))
+    return t.digest(t.LABEL_KEYS, manifest, *(t.u32(key.index) + key.key for key in ordered))
 
 
 class Dealing(msgspec.Struct, frozen=True):
@@ -55,18 +72,13 @@ class ShareMessage(msgspec.Struct, frozen=True):
     box_check: bytes
     signature: bytes
 
-    def header(self, holder: int) -> "ShareDelivery":
-        """The part of this message that goes to one holder."""
-        dealing = next(d for d in self.dealings if d.holder == holder)
-        return ShareDelivery(
-            index=self.index,
-            dealing=dealing,
-            holders=[d.holder for d in self.dealings],
-            digests=[d.digest() for d in self.dealings],
-            own_check=self.own_check,
-            box_check=self.box_check,
-            signature=self.signature,
-        )
+    def deliveries(self) -> "dict[int, ShareDelivery]":
+        """The parts of this message that go to each holder."""
+        holders, digests = [d.holder for d in self.dealings], [d.digest() for d in self.dealings]
+        return {
+            d.holder: ShareDelivery(self.index, d, holders, digests, self.own_check, self.box_check, self.signature)
+            for d in self.dealings
+        }
 
     @staticmethod
     def digest(
@@ -94,9 +106,9 @@ class ConfirmMessage(msgspec.Struct, frozen=True):
 
     Attributes:
         index: the site.
-        dealers: the sites whose shares it holds (itself included), ascending.
+        dealers: all sites that dealt shares, ascending, as the hub told this one.
         box: its pair seeds, sealed under its box key; opened only if it drops out after masking began.
-        checks: one digest a dealer, in that order (its own is empty).
+        checks: one digest for each of its neighbours among the dealers, ascending.
         signature: by its identity.
     """
 
@@ -123,8 +135,7 @@ class ConfirmHeader(msgspec.Struct, frozen=True):
     @staticmethod
     def digest(context: bytes, index: int, dealers: list[int], box_digest: bytes, checks: list[bytes]) -> bytes:
         """What the signature covers."""
-        members = t.digest(*(t.u32(i) for i in dealers))
-        return t.digest(t.LABEL_CONFIRM_MESSAGE, context, t.u32(index), members, box_digest, *checks)
+        return t.digest(t.LABEL_CONFIRM_MESSAGE, context, t.u32(index), list_digest(dealers), box_digest, *checks)
 
 
 class VectorMessage(msgspec.Struct, frozen=True):
@@ -135,10 +146,9 @@ class VectorMessage(msgspec.Struct, frozen=True):
     signature: bytes
 
     @staticmethod
-    def digest(context: bytes, index: int, masked_for: list[int], vector: bytes) -> bytes:
-        """What the signature covers."""
-        members = t.digest(*(t.u32(i) for i in masked_for))
-        return t.digest(t.LABEL_VECTOR_MESSAGE, context, t.u32(index), members, vector)
+    def digest(context: bytes, index: int, masked_for: bytes, vector: bytes) -> bytes:
+        """What the signature covers; `masked_for` is the digest of that list."""
+        return t.digest(t.LABEL_VECTOR_MESSAGE, context, t.u32(index), masked_for, vector)
 
 
 class SurvivorMessage(msgspec.Struct, frozen=True):
@@ -148,11 +158,10 @@ class SurvivorMessage(msgspec.Struct, frozen=True):
     signature: bytes
 
     @staticmethod
-    def digest(context: bytes, masked_for: list[int], survivors: list[int], vectors: list[bytes]) -> bytes:
+    def digest(context: bytes, masked_for: bytes, survivors: list[int], vectors: list[bytes]) -> bytes:
         """What the signature covers; the same for every site."""
-        members = t.digest(*(t.u32(i) for i in masked_for))
         rest = t.digest(*(t.u32(i) + vector for i, vector in zip(survivors, vectors, strict=True)))
-        return t.digest(t.LABEL_SURVIVOR_MESSAGE, context, members, rest)
+        return t.digest(t.LABEL_SURVIVOR_MESSAGE, context, masked_for, rest)
 
 
 class RevealedShare(msgspec.Struct, frozen=True):
@@ -164,7 +173,7 @@ class RevealedShare(msgspec.Struct, frozen=True):
 
 
 class ReleaseMessage(msgspec.Struct, frozen=True):
-    """What a site reveals at the end: one share for every site that masked."""
+    """What a site reveals at the end: one share for itself and every neighbour that masked."""
 
     index: int
     own: list[RevealedShare]

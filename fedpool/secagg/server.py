@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from fedpool.errors import IntegrityError, LocalProtocolError
-from fedpool.secagg import agreement, masks, sealing, shamir, transcript
+from fedpool.secagg import agreement, graph, masks, sealing, shamir, transcript
 from fedpool.secagg.client import (
     LABEL_PAIR,
     AgreeSurvivors,
@@ -37,10 +37,12 @@ from fedpool.secagg.messages import (
     ConfirmMessage,
     KeyMessage,
     ReleaseMessage,
+    ShareDelivery,
     ShareMessage,
     SurvivorMessage,
     VectorMessage,
     key_context,
+    list_digest,
     secret_check,
     share_check,
 )
@@ -100,10 +102,10 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Unmask(msgspec.Struct, frozen=True):
-    """Add the survivors' masked vectors, then remove these streams: what remains is the sum of their encodings."""
+    """Add the survivors' masked vectors, then remove these masks: what remains is the sum of their encodings."""
 
     survivors: list[int]
-    removal: list[masks.Stream]
+    removal: masks.Masks
 
 
 class Fail(msgspec.Struct, frozen=True):
@@ -137,12 +139,17 @@ class HubRound:
         self.lost: dict[int, tuple[str, str]] = {}
         self._digest = manifest.digest()
         self._context = b""
+        self._near: dict[int, list[int]] = {}
+        self._rebuildable = 0
+        self._dealers: list[int] = []
         self._asked: set[int] = set(self.members)
         self._answered: set[int] = set()
         self._keys: dict[int, KeyMessage] = {}
         self._shares: dict[int, ShareMessage] = {}
+        self._deliveries: dict[int, dict[int, ShareDelivery]] = {}
         self._confirms: dict[int, ConfirmMessage] = {}
         self._masked_for: list[int] = []
+        self._masked_digest = b""
         self._vectors: dict[int, VectorMessage] = {}
         self._signatures: dict[int, SurvivorMessage] = {}
         self._releases: dict[int, ReleaseMessage] = {}
@@ -151,6 +158,11 @@ class HubRound:
     def survivors(self) -> list[int]:
         """The sites whose vectors arrived in full, ascending; complete from the survivors phase on."""
         return sorted(self._vectors)
+
+    @property
+    def vectors(self) -> dict[int, VectorMessage]:
+        """The signed digests of the vectors that arrived, by index."""
+        return self._vectors
 
     def name(self, index: int) -> str:
         """The site's name."""
@@ -207,28 +219,29 @@ class HubRound:
                 self._verify(index, message.signature, KeyMessage.digest(self._digest, index, message.public))
                 self._keys[index] = message
             case ShareMessage():
-                if [d.holder for d in message.dealings] != sorted(self._keys):
-                    raise IntegrityError(f"{self.name(index)} did not deal to every member")
+                holders = self._holders(index)
+                if [d.holder for d in message.dealings] != holders:
+                    raise IntegrityError(f"{self.name(index)} did not deal to all of its neighbours")
                 digest = ShareMessage.digest(
-                    self._context, index, sorted(self._keys), [d.digest() for d in message.dealings],
+                    self._context, index, holders, [d.digest() for d in message.dealings],
                     message.own_check, message.box_check,
                 )  # fmt: skip
                 self._verify(index, message.signature, digest)
                 self._shares[index] = message
             case ConfirmMessage():
-                if message.dealers != sorted(self._shares):
+                if message.dealers != self._dealers:
                     raise IntegrityError(f"{self.name(index)} confirmed another set of sites")
                 box_digest = transcript.digest(message.box)
                 digest = ConfirmHeader.digest(self._context, index, message.dealers, box_digest, message.checks)
                 self._verify(index, message.signature, digest)
                 self._confirms[index] = message
             case VectorMessage():
-                digest = VectorMessage.digest(self._context, index, self._masked_for, message.vector)
+                digest = VectorMessage.digest(self._context, index, self._masked_digest, message.vector)
                 self._verify(index, message.signature, digest)
                 self._vectors[index] = message
             case SurvivorMessage():
                 digests = [self._vectors[i].vector for i in self.survivors]
-                digest = SurvivorMessage.digest(self._context, self._masked_for, self.survivors, digests)
+                digest = SurvivorMessage.digest(self._context, self._masked_digest, self.survivors, digests)
                 self._verify(index, message.signature, digest)
                 self._signatures[index] = message
             case ReleaseMessage():
@@ -239,8 +252,9 @@ class HubRound:
         agreement.verify(self.manifest.participant(index).identity, signature, digest, self.name(index))
 
     def _check_release(self, message: ReleaseMessage) -> None:
-        dropped = [i for i in self._masked_for if i not in self._vectors]
-        if [r.dealer for r in message.own] != self.survivors or [r.dealer for r in message.box] != dropped:
+        held = [i for i in self._holders(message.index) if i in self._confirms]
+        survived, dropped = ([i for i in held if (i in self._vectors) is alive] for alive in (True, False))
+        if [r.dealer for r in message.own] != survived or [r.dealer for r in message.box] != dropped:
             raise IntegrityError(f"{self.name(message.index)} revealed shares of other sites than were asked for")
         for kind, revealed in ((KIND_OWN, message.own), (KIND_BOX, message.box)):
             for r in revealed:
@@ -249,16 +263,27 @@ class HubRound:
                 if share_check(self._context, r.dealer, message.index, kind, r.share, r.salt) != committed:
                     raise IntegrityError(f"{self.name(message.index)} revealed a wrong share of {self.name(r.dealer)}")
 
+    def _neighbours(self, index: int) -> list[int]:
+        return self._near[index]
+
+    def _holders(self, index: int) -> list[int]:
+        """The sites that hold a share of this one's secrets: its neighbours and itself."""
+        return sorted([*self._neighbours(index), index])
+
     def _question(self, index: int) -> Question:
         match self.phase:
             case "keys":
                 return self.manifest
             case "shares":
-                return DealShares([self._keys[i] for i in sorted(self._keys)])
+                near = self._holders(index)
+                others = [self._keys[i].header(self._digest) for i in sorted(self._keys.keys() - set(near))]
+                return DealShares([self._keys[i] for i in near], others)
             case "confirm":
-                return ConfirmPairs([self._shares[i].header(index) for i in sorted(self._shares) if i != index])
+                peers = [i for i in self._neighbours(index) if i in self._shares]
+                return ConfirmPairs([self._deliveries[i][index] for i in peers], self._dealers)
             case "input":
-                return BeginMasking([self._confirms[i].header() for i in self._masked_for])
+                peers = [i for i in self._neighbours(index) if i in self._confirms]
+                return BeginMasking([self._confirms[i].header() for i in peers], self._masked_for)
             case "survivors":
                 return AgreeSurvivors([self._vectors[i] for i in self.survivors])
             case _:
@@ -266,28 +291,59 @@ class HubRound:
 
     def _advance(self) -> list[HubEffect]:
         """Go to the next phase when this one is complete, or fail when it cannot be."""
-        quorum, threshold = self.manifest.quorum, self.manifest.threshold
-        enough = threshold if self.phase == "release" else quorum
-        possible = len(self._asked)
-        if possible < enough:
-            return [self._fail(f"{possible} of {len(self.manifest.participants)} sites left, {enough} needed")]
-        # Any threshold of shares will do; every phase before wants every site that is still there.
-        if len(self._answered) < (enough if self.phase == "release" else possible):
-            return []
         if self.phase == "release":
-            try:
-                removal = self._removal()
-            except IntegrityError as error:
-                return [self._fail(str(error))]
-            self.phase = "unmask"
-            return [Unmask(self.survivors, removal)]
-        if self.phase == "keys":
-            self._context = key_context(self._digest, list(self._keys.values()))
-        if self.phase == "confirm":
-            self._masked_for = sorted(self._confirms)
+            return self._end()
+        possible = len(self._asked)
+        if possible < self.manifest.quorum:
+            cohort = len(self.manifest.participants)
+            return [self._fail(f"{possible} of {cohort} sites left, {self.manifest.quorum} needed")]
+        if len(self._answered) < possible:
+            return []
+        match self.phase:
+            case "keys":
+                headers = [key.header(self._digest) for key in self._keys.values()]
+                self._context = key_context(self._digest, headers)
+                ring = graph.order(self._context, sorted(self._keys))
+                self._near = {i: graph.neighbours(ring, self.manifest.degree, i) for i in ring}
+            case "shares":
+                self._dealers = sorted(self._shares)
+                self._deliveries = {i: message.deliveries() for i, message in self._shares.items()}
+            case "confirm":
+                self._masked_for = sorted(self._confirms)
+                self._masked_digest = list_digest(self._masked_for)
+        if (short := self._short(self._answered)) is not None:
+            return [self._fail(short)]
         self.phase = PHASES[PHASES.index(self.phase) + 1]
         self._asked, self._answered = self._answered, set()
         return list(self.outstanding())
+
+    def _is_rebuildable(self, index: int, holders: set[int]) -> bool:
+        return len(holders.intersection(self._holders(index))) >= self.manifest.share_threshold
+
+    def _short(self, holders: set[int]) -> str | None:
+        """Which secret cannot be rebuilt any more by those who hold its shares, in words; None where all can."""
+        for index in self._masked_for or sorted(holders):
+            if not self._is_rebuildable(index, holders):
+                left = len(holders.intersection(self._holders(index)))
+                needed = self.manifest.share_threshold
+                return f"{left} of those who hold shares of {self.name(index)} are left, {needed} needed"
+        return None
+
+    def _end(self) -> list[HubEffect]:
+        """The release: over as soon as every secret can be rebuilt, or when one never will."""
+        if (short := self._short(self._asked)) is not None:
+            return [self._fail(short)]
+        # Answers only grow, so the secrets that can be rebuilt are counted from where the last look stopped.
+        while self._rebuildable < len(self._masked_for):
+            if not self._is_rebuildable(self._masked_for[self._rebuildable], self._answered):
+                return []
+            self._rebuildable += 1
+        try:
+            removal = self._removal()
+        except IntegrityError as error:
+            return [self._fail(str(error))]
+        self.phase = "unmask"
+        return [Unmask(self.survivors, removal)]
 
     def _fail(self, reason: str) -> Fail:
         because = "; ".join(f"{self.name(i)}: {why}" for i, (_, why) in sorted(self.lost.items()))
@@ -295,12 +351,12 @@ class HubRound:
         self.phase = "failed"
         return failed
 
-    def _removal(self) -> list[masks.Stream]:
+    def _removal(self) -> masks.Masks:
         """Rebuild the secrets and derive every mask that is still in the sum."""
-        streams = []
+        parts = []
         for index in self.survivors:
             seed = self._rebuild(index, KIND_OWN)
-            streams.append(masks.Stream(masks.keystream_key(seed, self._context, own_label(index)), -1))
+            parts.append(masks.expand(seed, self._context, own_label(index), -1))
         for index in self._masked_for:
             if index in self._vectors:
                 continue
@@ -312,17 +368,21 @@ class HubRound:
                 int.from_bytes(plain[at : at + 4], "big"): plain[at + 4 : at + width]
                 for at in range(0, len(plain), width)
             }
-            for survivor in self.survivors:
-                key = masks.keystream_key(seeds[survivor], self._context, LABEL_PAIR)
-                streams.append(masks.Stream(key, -pair_sign(survivor, index)))
-        return streams
+            parts += [
+                masks.expand(seeds[survivor], self._context, LABEL_PAIR, -pair_sign(survivor, index))
+                for survivor in self._neighbours(index)
+                if survivor in self._vectors
+            ]
+        return masks.joined(parts)
 
     def _rebuild(self, dealer: int, kind: bytes) -> bytes:
         shares = {}
-        for index, message in self._releases.items():
-            revealed = message.own if kind == KIND_OWN else message.box
-            shares[index] = next(r.share for r in revealed if r.dealer == dealer)
-        secret = shamir.join(shares, self.manifest.threshold)
+        for index in self._holders(dealer):
+            if index in self._releases:
+                message = self._releases[index]
+                revealed = message.own if kind == KIND_OWN else message.box
+                shares[index] = next(r.share for r in revealed if r.dealer == dealer)
+        secret = shamir.join(shares, self.manifest.share_threshold)
         dealt = self._shares[dealer]
         if secret_check(self._context, dealer, kind, secret) != (
             dealt.own_check if kind == KIND_OWN else dealt.box_check

@@ -3,29 +3,34 @@
 Labels are the specification's constants. Changing one changes the protocol: give it a new version.
 """
 
+import hashlib
+import hmac
 import struct
 from collections.abc import Iterable
 
-from cryptography.hazmat.primitives import hashes, hmac
-
 DIGEST_BYTES = 32
 
-LABEL_MANIFEST = b"ibshell/sa1/manifest"
-LABEL_KEYS = b"ibshell/sa1/keys"
-LABEL_KEY_MESSAGE = b"ibshell/sa1/key-message"
-LABEL_SHARE_MESSAGE = b"ibshell/sa1/share-message"
-LABEL_CONFIRM_MESSAGE = b"ibshell/sa1/confirm-message"
-LABEL_VECTOR_MESSAGE = b"ibshell/sa1/vector-message"
-LABEL_SURVIVOR_MESSAGE = b"ibshell/sa1/survivor-message"
-LABEL_PAIR = b"ibshell/sa1/pair"
-LABEL_SEED = b"ibshell/sa1/seed"
-LABEL_SHARE_KEY = b"ibshell/sa1/share-key"
-LABEL_PAIR_CHECK = b"ibshell/sa1/pair-check"
-LABEL_KEYSTREAM = b"ibshell/sa1/keystream"
-LABEL_SECRET_CHECK = b"ibshell/sa1/secret-check"
-LABEL_SHARE_CHECK = b"ibshell/sa1/share-check"
-LABEL_SIGNATURE = b"ibshell/sa1/signature"
-LABEL_ROUNDING = b"ibshell/sa1/rounding"
+LABEL_MANIFEST = b"ibshell/sa2/manifest"
+LABEL_KEYS = b"ibshell/sa2/keys"
+LABEL_KEY_MESSAGE = b"ibshell/sa2/key-message"
+LABEL_SHARE_MESSAGE = b"ibshell/sa2/share-message"
+LABEL_CONFIRM_MESSAGE = b"ibshell/sa2/confirm-message"
+LABEL_VECTOR_MESSAGE = b"ibshell/sa2/vector-message"
+LABEL_SURVIVOR_MESSAGE = b"ibshell/sa2/survivor-message"
+LABEL_PAIR = b"ibshell/sa2/pair"
+LABEL_SEED = b"ibshell/sa2/seed"
+LABEL_SHARE_KEY = b"ibshell/sa2/share-key"
+LABEL_PAIR_CHECK = b"ibshell/sa2/pair-check"
+LABEL_KEYSTREAM = b"ibshell/sa2/keystream"
+LABEL_SECRET_CHECK = b"ibshell/sa2/secret-check"
+LABEL_SHARE_CHECK = b"ibshell/sa2/share-check"
+LABEL_SIGNATURE = b"ibshell/sa2/signature"
+LABEL_ROUNDING = b"ibshell/sa2/rounding"
+LABEL_VECTOR = b"ibshell/sa2/vector"
+LABEL_GRAPH = b"ibshell/sa2/graph"
+
+
+_LENGTH = struct.Struct(">Q").pack
 
 
 def u32(value: int) -> bytes:
@@ -45,11 +50,7 @@ def f64(value: float) -> bytes:
 
 def digest(*parts: bytes) -> bytes:
     """SHA-256 over the parts, each preceded by its length as u64: no two part lists collide by concatenation."""
-    h = hashes.Hash(hashes.SHA256())
-    for part in parts:
-        h.update(struct.pack(">Q", len(part)))
-        h.update(part)
-    return h.finalize()
+    return hashlib.sha256(b"".join([piece for part in parts for piece in (_LENGTH(len(part)), part)])).digest()
 
 
 def digest_list(label: bytes, parts: Iterable[bytes]) -> bytes:
@@ -58,9 +59,7 @@ def digest_list(label: bytes, parts: Iterable[bytes]) -> bytes:
 
 
 def _hmac(key: bytes, data: bytes) -> bytes:
-    h = hmac.HMAC(key, hashes.SHA256())
-    h.update(data)
-    return h.finalize()
+    return hmac.digest(key, data, "sha256")
 
 
 def extract(salt: bytes, key_material: bytes) -> bytes:

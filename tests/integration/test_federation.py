@@ -207,11 +207,14 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(pool):
 
 def test_what_the_hub_keeps_of_a_round_is_masked(pool):
     run = pool.cli("fed", "run", str(pool.plan(rounds=1)), "--out", "result").stdout.split()[1]
-    vectors = sorted((pool.directory / "hub" / "runs" / run / "round-1-1").glob("vector-*"))
-    assert len(vectors) == 4
-    words = [np.frombuffer(path.read_bytes(), "<u4") for path in vectors]
+    kept = pool.directory / "hub" / "runs" / run / "round-1-1"
+    heads = [np.frombuffer(path.read_bytes(), "<u4") for path in sorted(kept.glob("head-*"))]
+    assert len(heads) == 4 and not list(kept.glob("vector-*"))
     # All four sites submitted nearly the same update; what the hub has of them has nothing in common.
-    assert len({word for vector in words for word in vector.tolist()}) == sum(len(vector) for vector in words)
+    assert len({word for head in heads for word in head.tolist()}) == sum(len(head) for head in heads)
+    # The sum keeps its masks on disk: the model is its copy without them.
+    words = np.fromfile(kept / "sum", "<u4")
+    assert len(set(words[: len(words) // 2].tolist())) == len(words) // 2 and np.ptp(words.astype(np.int64)) > 2**24
 
 
 def test_join_outside_a_federation(pool):

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedpool.errors import IbshellError
 from fedpool.secagg import masks
 from fedpool.secagg.client import MaskVector, SiteRound, VectorSent
-from fedpool.secagg.manifest import Manifest, Participant, SitePolicy
+from fedpool.secagg.manifest import Manifest, Participant, SitePolicy, ValueRange
 from fedpool.secagg.server import Answered, Ask, Fail, HubRound, Lost, Unmask
 
 MODEL = b"m" * 32
@@ -28,7 +28,7 @@ class World:
         revealed: every entry that a site recorded before it released shares.
     """
 
-    def __init__(self, cohort, threshold, minimum=2, words=7, seed=0):
+    def __init__(self, cohort, threshold, minimum=2, words=7, seed=0, degree=0, share_threshold=0, bits=32):
         self.identities = {i: Ed25519PrivateKey.generate() for i in range(1, cohort + 1)}
         self.public = {i: key.public_key().public_bytes_raw() for i, key in self.identities.items()}
         self.manifest = Manifest(
@@ -39,15 +39,19 @@ class World:
             model=MODEL,
             participants=tuple(Participant(i, f"s{i}", self.public[i]) for i in self.identities),
             threshold=threshold,
+            share_threshold=share_threshold or threshold,
+            degree=degree,
             minimum_cohort=minimum,
-            parameters=words - 1,
+            parameters=words,
             metrics=(),
-            clip=1.0,
+            ranges=(ValueRange(words, 1.0),),
             metric_range=16.0,
             max_weight=100,
+            ring_bits=bits,
         )
         rng = np.random.default_rng(seed)
-        self.encoded = {i: rng.integers(0, 2**32, words, np.uint32) for i in self.identities}
+        kind = self.manifest.vector.ring.dtype
+        self.encoded = {i: rng.integers(0, np.iinfo(kind).max, words, kind, True) for i in self.identities}
         self.masked = {}
         self.revealed = []
         self.sites = {}
@@ -60,9 +64,11 @@ class World:
         return SitePolicy(f"s{index}", self.public[index], peers, minimum)
 
     def open(self, index, manifest=None, model=MODEL, last_released=0):
+        policy = self.policy(index)
         self.sites[index] = SiteRound(
-            manifest or self.manifest, self.policy(index), self.identities[index], os.urandom, last_released, model
+            manifest or self.manifest, policy, self.identities[index], os.urandom, last_released
         )
+        self.sites[index].hold(model)
         return self.sites[index].key_message
 
     def answer(self, ask):
@@ -74,7 +80,7 @@ class World:
         for effect in decision.effects:
             assert isinstance(effect, MaskVector)
             words = self.encoded[ask.index].copy()
-            masks.apply(words, effect.streams, 0)
+            masks.apply(words, effect.streams.body, 0)
             self.masked[ask.index] = words
             decision = site.step(VectorSent(hashlib.sha256(words.tobytes()).digest()))
             site.remember(ask.question, decision.replies[0])
@@ -114,7 +120,7 @@ class World:
         words = np.zeros_like(self.encoded[1])
         for index in unmask.survivors:
             masks.add(words, self.masked[index])
-        masks.apply(words, unmask.removal, 0)
+        masks.apply(words, unmask.removal.body, 0)
         return words
 
     def plain(self, survivors):

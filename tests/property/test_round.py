@@ -1,6 +1,7 @@
 """The round protocol: the hub's sum is the plain sum to the bit, whoever drops out when; and nothing else comes out."""
 
 import importlib.util
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpool.errors import IntegrityError, LocalProtocolError, Refused, UsageError
-from fedpool.secagg import client, masks
+from fedpool.secagg import client, graph, masks
 from fedpool.secagg.client import STATES, TRANSITIONS, AgreeSurvivors, ReleaseShares
 from fedpool.secagg.manifest import default_threshold
 from fedpool.secagg.server import Answered, Ask, Fail, HubEvent, HubRound, Lost, PhaseEnded, Unmask
@@ -147,7 +148,7 @@ def test_two_manifests_give_keys_that_do_not_verify():
     other = msgspec.structs.replace(world.manifest, model=b"x" * 32)
     keys.append(world.open(4, other, model=b"x" * 32))
     with pytest.raises(IntegrityError, match="s4"):
-        world.sites[1].step(client.DealShares(keys))
+        world.sites[1].step(client.DealShares(keys, []))
 
 
 @pytest.mark.parametrize(
@@ -155,9 +156,12 @@ def test_two_manifests_give_keys_that_do_not_verify():
     [
         ({"threshold": 2}, "two disjoint groups"),
         ({"minimum_cohort": 9}, "minimum cohort 9 with 4 sites"),
-        ({"version": 2}, "is not spoken here"),
-        ({"ring_bits": 16}, "16 bits"),
-        ({"max_weight": 1 << 30}, "needs"),
+        ({"version": 1}, "is not spoken here"),
+        ({"ring_bits": 48}, "48 bits"),
+        ({"parameters": 8}, "do not cover the 8 values"),
+        ({"degree": 2}, "degree 2 with 4 sites"),
+        ({"share_threshold": 2}, "in a complete graph"),
+        ({"max_weight": 1 << 62}, "63 bits"),
     ],
 )
 def test_a_manifest_no_honest_hub_would_make_is_refused(change, says):
@@ -190,7 +194,8 @@ def test_every_event_that_does_not_follow_is_illegal_and_changes_nothing(state):
     for kind in {kind for _, kind in TRANSITIONS}:
         if (state, kind) in TRANSITIONS:
             continue
-        event = kind(bytes(32)) if kind is client.VectorSent else kind([])
+        empty = [[] for _ in kind.__struct_fields__]
+        event = kind(bytes(32)) if kind is client.VectorSent else kind(*empty)
         with pytest.raises(LocalProtocolError, match=f"does not follow state {state}"):
             site.step(event)
         assert site.state == state
@@ -285,11 +290,7 @@ def test_without_the_pair_masks_of_one_missing_site_the_sum_is_noise():
     total = np.zeros(20_000, np.uint32)
     for index in result.survivors:
         masks.add(total, world.masked[index])
-    kept = [
-        stream
-        for stream in result.removal
-        if stream.sign != result.removal[-1].sign or stream is not result.removal[-1]
-    ]
+    kept = [stream for stream in result.removal.body if stream is not result.removal.body[-1]]
     masks.apply(total, kept, 0)
     assert chi_square(total) < 373
 
@@ -299,22 +300,117 @@ def test_the_usual_threshold_is_more_than_two_thirds(n, threshold):
     assert default_threshold(n) == threshold
 
 
-@given(st.integers(3, 10), st.integers(0, 2**31))
-def test_the_decoded_mean_is_within_its_bound(n, seed):
+@given(st.integers(3, 10), st.sampled_from([16, 24, 32, 64]), st.integers(0, 2**31))
+def test_the_decoded_mean_is_within_its_bound(n, bits, seed):
     rng = np.random.default_rng(seed)
-    world = World(n, n // 2 + 1, words=33)
-    fixed = world.manifest.parameter_encoding()
+    world = World(n, n // 2 + 1, words=32, bits=bits)
+    ring = world.manifest.vector.ring
+    fixed = world.manifest.value_encoding(1.0)
     updates = {i: rng.uniform(-1.5, 1.5, 32).astype(np.float32) for i in world.encoded}
     weights = {i: int(rng.integers(1, 101)) for i in world.encoded}
     for i in world.encoded:
-        words = np.zeros(33, np.uint32)
-        masks.encode(updates[i], None, fixed.clip, fixed.factor(weights[i]), os.urandom(32), 0, words[:32])
-        words[32] = weights[i]
-        world.encoded[i] = words
+        world.encoded[i] = ring.zeros(32)
+        masks.mask(updates[i], None, fixed.clip, fixed.factor(weights[i]), os.urandom(32), [], 0, world.encoded[i])
     total = world.total(world.run())
-    weight = int(total[32])
-    assert weight == sum(weights.values())
+    weight = sum(weights.values())
     mean = np.empty(32, np.float32)
-    masks.decode(total[:32], None, fixed.unit() / weight, mean)
+    masks.decode(ring, total, None, fixed.unit() / weight, mean)
     plain = sum(np.clip(updates[i].astype(np.float64), -1, 1) * weights[i] for i in updates) / weight
     assert np.max(np.abs(mean - plain)) <= fixed.mean_error_bound(weight) + 1e-7
+
+
+def sparse(n, **changes):
+    """A cohort on the graph that is chosen for its size."""
+    found = graph.choose(n, default_threshold(n))
+    return World(n, default_threshold(n), degree=found.degree, share_threshold=found.share_threshold, **changes)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_sparse_graph_gives_the_same_sum(phase):
+    """Forty sites with 36 neighbours each; a tenth drops out in one phase."""
+    world = sparse(40)
+    assert 0 < world.manifest.degree < 39
+    result = world.run({(phase, i): "lost" for i in (3, 17, 18, 40)})
+    assert isinstance(result, Unmask)
+    assert len(result.survivors) == (36 if phase in PHASES[:4] else 40)
+    assert np.array_equal(world.total(result), world.plain(result.survivors))
+    present = 36 if phase == "keys" else 40
+    assert {len(m.dealings) for m in world.hub._shares.values()} == {min(world.manifest.degree + 1, present)}
+
+
+def test_more_sites_than_anyone_has_neighbours():
+    world = sparse(60, words=40)
+    result = world.run({("input", i): "lost" for i in range(1, 7)}, order=1)
+    assert len(result.survivors) == 54
+    assert np.array_equal(world.total(result), world.plain(result.survivors))
+
+
+def test_where_too_few_hold_a_sites_shares_the_round_fails_before_anything_is_revealed():
+    world = sparse(100)
+    threshold = world.manifest.share_threshold
+    honest = world.answer
+    victim = 7
+
+    def gone(ask):
+        """In the shares phase the neighbours of one site go, all but too few of them."""
+        if ask.phase != "shares":
+            return False
+        near = world.hub._near[victim]
+        return ask.index in near[: len(near) - threshold + 2]
+
+    world.answer = lambda ask: honest(ask) if not gone(ask) else (_ for _ in ()).throw(Refused("gone"))
+    result = world.run()
+    assert isinstance(result, Fail) and not world.revealed
+    assert "of those who hold shares of s7 are left" in result.reason
+
+
+def test_another_order_of_the_ring_is_refused():
+    """A hub that shows a site the keys of others than its neighbours gets nothing."""
+    world = sparse(40)
+
+    def swap(ask):
+        if ask.phase == "shares" and ask.index == 5:
+            keys = ask.question.keys
+            other = world.hub._keys[ask.question.others[0].index]
+            victim = next(k for k in keys if k.index != 5)
+            shown = sorted([other, *(k for k in keys if k is not victim)], key=lambda k: k.index)
+            hidden = sorted(
+                [victim.header(world.manifest.digest()), *ask.question.others[1:]], key=lambda header: header.index
+            )
+            return msgspec.structs.replace(ask, question=client.DealShares(shown, hidden))
+        return ask
+
+    honest = world.answer
+    world.answer = lambda ask: honest(swap(ask))
+    assert isinstance(world.run(), Unmask)
+    assert "not those of this site's neighbours" in world.refusals[5].message
+
+
+@pytest.mark.parametrize("n", [33, 64, 100, 200, 500, 1000])
+def test_the_chosen_graph_keeps_its_bounds(n):
+    found = graph.choose(n, default_threshold(n))
+    assert 0 < found.degree < n - 1 and found.degree % 2 == 0
+    assert min(found.secrecy_bits, found.connection_bits) >= graph.SECURITY_BITS
+    assert found.completeness_bits >= graph.COMPLETENESS_BITS
+    thinner = graph.bounds(n, found.degree - 2, found.share_threshold)
+    assert min(thinner.secrecy_bits, thinner.connection_bits) < graph.SECURITY_BITS or (
+        thinner.completeness_bits < graph.COMPLETENESS_BITS
+    )
+
+
+def test_the_tails_are_those_of_a_count():
+    """The bounds against counting every possible neighbourhood of a small cohort."""
+    n, degree, threshold, corrupted = 9, 4, 3, 4
+    found = graph.bounds(n, degree, threshold, corrupted / n, 0)
+    others = range(n - 1)
+    samples = list(itertools.combinations(others, degree))
+    unlucky = sum(sum(i < corrupted for i in sample) >= threshold for sample in samples)
+    assert found.secrecy_bits == pytest.approx(-np.log2(n * unlucky / len(samples)))
+
+
+@given(st.integers(4, 60), st.integers(1, 10), st.binary(min_size=32, max_size=32))
+def test_the_ring_is_an_undirected_regular_graph(n, half, context):
+    ring = graph.order(context, range(1, n + 1))
+    near = {i: graph.neighbours(ring, 2 * half, i) for i in ring}
+    assert all(i in near[j] for i in near for j in near[i])
+    assert {len(found) for found in near.values()} == {min(2 * half, n - 1)}

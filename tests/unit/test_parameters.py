@@ -34,7 +34,7 @@ def test_half_and_double_precision_come_as_float32_and_go_back():
     layout = parameters.layout(mapped, "m")
     vector = parameters.gather(layout, mapped, "m")
     out = mapped.copy()
-    parameters.scatter(layout, vector * 2, out)
+    parameters.Values(layout, out, "m").write(0, vector * 2)
     again = parameters.gather(layout, out, "m")
     assert np.array_equal(again, (vector * 2).astype(np.float32))
 
@@ -46,7 +46,7 @@ def test_bf16_loads_and_is_written_back_bit_identical():
     vector = parameters.gather(layout, mapped, "m")
     assert vector.tolist() == [1.0, -2.5, 3.140625, float("inf")]
     out = mapped.copy()
-    parameters.scatter(layout, vector, out)
+    parameters.Values(layout, out, "m").write(0, vector)
     assert out.tobytes() == mapped.tobytes()
 
 
@@ -62,7 +62,7 @@ def test_counters_empty_tensors_and_scalars():
     layout = parameters.layout(mapped, "m")
     assert layout.parameters == 2
     out = mapped.copy()
-    parameters.scatter(layout, np.array([3, 4], np.float32), out)
+    parameters.Values(layout, out, "m").write(0, np.array([3, 4], np.float32))
     shapes = {t.name: (t.shape, t.dtype) for t in parameters.layout(out, "m").tensors}
     assert shapes["s"] == ((), "I64") and shapes["w"] == ((2, 0), "F32")
     s = next(t for t in layout.tensors if t.name == "s")

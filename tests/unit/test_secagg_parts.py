@@ -1,10 +1,12 @@
 """The primitives: secret sharing, sealing, hybrid agreement, encoding's head-room, the keystream."""
 
 import itertools
+import math
 import os
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedpool.errors import IntegrityError, UsageError
 from fedpool.secagg import agreement, encoding, masks, sealing, shamir, transcript
@@ -75,13 +77,18 @@ def test_hkdf_matches_rfc_5869_case_1():
     )
 
 
-@pytest.mark.parametrize("cohort", [2, 3, 10, 64, 200])
+@pytest.mark.parametrize("cohort", [2, 3, 10, 64, 200, 1000])
 @pytest.mark.parametrize("clip", [0.01, 1.0, 8.0, 1e6])
-def test_no_sum_can_wrap(cohort, clip):
-    fixed = encoding.fit(clip, 100, cohort)
-    largest = int(np.ceil(clip * 2.0**fixed.fraction_bits))
-    assert cohort * largest <= 2**31 - 1 and largest < 2**30
-    assert cohort * int(np.ceil(clip * 2.0 ** (fixed.fraction_bits + 1))) > 2**31 - 1 or 2 * largest >= 2**30 - 1
+@pytest.mark.parametrize(("bits", "most"), [(16, 2**15), (24, 2**23), (32, 2**30), (64, 2**52)])
+def test_no_sum_can_wrap(cohort, clip, bits, most):
+    """Integers throughout: in a ring of 64 bits a float would round the very sum that is checked."""
+    if bits == 16 and cohort == 1000:
+        cohort = 500
+    fixed = encoding.fit(clip, 100, cohort, bits)
+    largest = math.ceil(math.ldexp(clip, fixed.fraction_bits))
+    finer = math.ceil(math.ldexp(clip, fixed.fraction_bits + 1))
+    assert cohort * largest <= 2 ** (bits - 1) - 1 and largest < most
+    assert cohort * finer > 2 ** (bits - 1) - 1 or finer >= most
 
 
 def test_the_published_fraction_bits():
@@ -89,19 +96,44 @@ def test_the_published_fraction_bits():
     assert (encoding.fit(1.0, 1, 64).fraction_bits, encoding.fit(1.0, 1, 200).fraction_bits) == (24, 23)
 
 
-def test_impossible_encodings_name_the_bits():
-    with pytest.raises(UsageError, match="needs 33 bits; the ring has 32"):
-        encoding.fit(1.0, 300_000_000, 10)
+def test_the_bits_a_round_needs_are_checked_before_it():
+    """Case 061: 8,192 levels, 60,000 samples and 10 sites wrap around at 32 bits, silently elsewhere."""
+    assert encoding.bits_needed(8192, 60_000, 10) == 33
+    assert encoding.bits_needed(8192, 60_000, 7) == 32
+    with pytest.raises(UsageError, match=r"8192 levels .* 10 sites need 33 bits; the ring has 32") as refused:
+        encoding.fit(1.0, 60_000, 10, 32, 8192)
+    assert "set ring_bits = 64" in refused.value.hint
+    encoding.fit(1.0, 60_000, 7, 32, 8192)
+    encoding.fit(1.0, 60_000, 10, 64, 8192)
+
+
+def test_impossible_encodings_name_the_limit():
+    with pytest.raises(UsageError, match="max_weight 0 "):
+        encoding.fit(1.0, 0, 10)
+    with pytest.raises(UsageError, match="must be counted in 63 bits"):
+        encoding.fit(1.0, 2**62, 10)
+    with pytest.raises(UsageError, match="5000 sites leave 6 steps"):
+        encoding.fit(1.0, 1, 5000, 16)
+    with pytest.raises(UsageError, match="a ring of 20 bits"):
+        encoding.fit(1.0, 1, 10, 20)
     with pytest.raises(UsageError, match="hides nothing"):
         encoding.fit(1.0, 1, 1)
     with pytest.raises(UsageError, match="clip nan"):
         encoding.fit(float("nan"), 1, 10)
 
 
-def test_the_keystream_is_aes_256_ctr_at_any_offset():
-    key = bytes(range(32))
-    whole = masks.Keystream(key, 0).words(2000)
-    for offset in (0, 1, 3, 4, 7, 1000, 1999):
-        assert np.array_equal(masks.Keystream(key, offset).words(2000 - offset), whole[offset:])
-    far = masks.Keystream(key, 1 << 33).words(4)
-    assert np.array_equal(far, masks.Keystream(key, (1 << 33) - 2).words(6)[2:])
+@pytest.mark.parametrize("streams", [masks.CipherStreams, masks.Streams])
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_the_keystream_is_aes_256_ctr_at_any_offset(streams, dtype):
+    """Against the library's own cipher, whose counter starts at zero; past 2^32 blocks against itself."""
+    key, width = bytes(range(32)), np.dtype(dtype).itemsize
+    plain = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(2000 * width))
+    whole = np.frombuffer(plain, dtype)
+    for first in (0, 1, 3, 4, 7, 1000, 1999):
+        words = np.zeros(2000 - first, dtype)
+        streams([masks.Stream(key, 1)], first * width).add(words)
+        assert np.array_equal(words, whole[first:])
+    far, near = np.zeros(4, dtype), np.zeros(6, dtype)
+    streams([masks.Stream(key, 1)], (1 << 37) * width).add(far)
+    streams([masks.Stream(key, 1)], ((1 << 37) - 2) * width).add(near)
+    assert np.array_equal(far, near[2:])
