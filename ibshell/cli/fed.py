@@ -15,6 +15,7 @@ from fedpool.client.acting import act
 from fedpool.client.connection import Connection
 from fedpool.errors import NotAuthorised, NotFound
 from fedpool.federation import plan as plans
+from fedpool.federation.plan import Plan
 from fedpool.wire.messages import (
     ById,
     Events,
@@ -49,6 +50,13 @@ COLUMNS = [
     Column("LEASE", "lease", wide=True),
     Column("REASON", "reason", wide=True),
 ]
+RANGES = [
+    Column("VALUES", "values"),
+    Column("CLIP", "clip"),
+    Column("STEP", "step"),
+    Column("LEVELS", "levels"),
+    Column("ERROR_BOUND", "error_bound"),
+]
 RunArgument = Annotated[str, typer.Argument(help="Run id, a unique beginning of it, or its name.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Directory for the model and the history (default: NAME-ID).")]
 
@@ -69,7 +77,38 @@ def send(connection: Connection, path: Path, key: str = "") -> str:
                 if last:
                     return upload
     except FileNotFoundError:
-        raise NotFound(f"no initial parameters at {path}", "the plan's `initial` is a path beside the plan") from None
+        raise _without_initial(path) from None
+
+
+def foreseen(plan: Plan, initial: Path) -> dict[str, Any]:
+    """What the plan's rounds will be like; nobody is asked and nothing is leased.
+
+    Raises:
+        NotFound, UsageError: there are no initial parameters, or they cannot be averaged.
+    """
+    import numpy as np
+
+    from fedpool.federation import parameters
+    from fedpool.federation.preview import preview
+
+    if not initial.is_file():
+        raise _without_initial(initial)
+    file = np.memmap(initial, np.uint8, "r") if initial.stat().st_size else np.empty(0, np.uint8)
+    layout = parameters.layout(file, str(initial), plan.exclude)
+    return options.as_data(preview(plan, layout))
+
+
+def _preview(found: dict[str, Any], output: str | None) -> None:
+    if output is None:
+        ranges = {"items": found.pop("ranges"), "errors": [], "as_of": {}}
+        render.write(render.record(found, None) + "\n")
+        render.write(render.listing(ranges, RANGES, "clip", None, render.on_terminal()))
+    else:
+        render.write(render.record(found, output))
+
+
+def _without_initial(path: Path) -> NotFound:
+    return NotFound(f"no initial parameters at {path}", "the plan's `initial` is a path beside the plan")
 
 
 def run_wanted(text: str, upload: str, key: str = "") -> RunWanted:
@@ -194,18 +233,24 @@ def run(
     plan: Annotated[Path, typer.Argument(help="Plan file (TOML).")],
     out: Out = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only check it, and say what its rounds will be like.")
+    ] = False,
     output: options.Output = None,
     idempotency_key: Annotated[str, typer.Option("--idempotency-key")] = "",
 ) -> None:
     """Run a plan: lease, train round by round under secure aggregation, then fetch model and history.
 
-    Examples: ibshell fed run plan.toml | ibshell fed run plan.toml --detach -o name
+    Examples: ibshell fed run plan.toml | ibshell fed run plan.toml --detach -o name | ibshell fed run plan.toml --dry-run
     """
     try:
         text = plan.read_text()
     except (FileNotFoundError, IsADirectoryError):
         raise NotFound(f"no plan at {plan}") from None
     parsed = plans.parse(text, str(plan))
+    if dry_run:
+        _preview(foreseen(parsed, plan.parent / parsed.initial), output)
+        return
     with options.hub() as connection:
         upload = send(connection, plan.parent / parsed.initial, idempotency_key)
         started = act(connection, "fed.run", run_wanted(text, upload, idempotency_key), RunView, key=idempotency_key)

@@ -184,6 +184,14 @@ def test_a_run_asked_for_twice_with_one_key_runs_once(pool):
     assert len(pool.rows("fed")) == 1
 
 
+def test_a_dry_run_tells_and_takes_nothing(pool):
+    plan = pool.plan(rounds=1)
+    found = json.loads(pool.cli("fed", "run", str(plan), "--dry-run", "-o", "json").stdout)
+    assert (found["cohort"], found["graph"], found["threshold"]) == (4, "complete", 3)
+    assert "share_threshold:" in pool.cli("fed", "run", str(plan), "--dry-run").stdout
+    assert pool.rows("fed") == [] and pool.json("status")["gpus_free"] == 8
+
+
 def test_stop_and_resume(pool):
     plan = pool.plan({"sleep": 0.3}, rounds=6)
     run = pool.cli("fed", "run", str(plan), "--detach", "-o", "name").stdout.strip()
