@@ -34,7 +34,7 @@ class Round:
 
     Attributes:
         number: 1, 2, …
-        params: {name: array} of the global parameters; bf16 comes as float32.
+        params: {name: array} of the global parameters; bf16 comes as float32, types that numpy does not have (fp8) not at all.
         site: where this program runs.
         config: the plan's `[config]`.
     """
@@ -46,6 +46,7 @@ class Round:
         self._connection = connection
         self._update = Path(offered.update)
         self._bf16: set[str] = set()
+        self._carried: set[str] = set()
         self.params = self._load(Path(offered.parameters))
         self.is_submitted = False
 
@@ -54,9 +55,12 @@ class Round:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         raw = np.frombuffer(memory, np.uint8)
         loaded: dict[str, Any] = {}
-        for tensor in parameters.layout(raw, "the global parameters").tensors:
+        # The site knows what the plan excludes and has refused what cannot be averaged: here every type may pass.
+        for tensor in parameters.layout(raw, "the global parameters", ("*",)).tensors:
             piece = raw[tensor.start : tensor.stop]
-            if tensor.dtype == "BF16":
+            if not parameters.is_known(tensor.dtype):
+                self._carried.add(tensor.name)
+            elif tensor.dtype == "BF16":
                 self._bf16.add(tensor.name)
                 loaded[tensor.name] = (piece.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
             else:
@@ -67,7 +71,8 @@ class Round:
         """Hand in the trained parameters; the site encodes and masks them before anything leaves it.
 
         Args:
-            params: {name: array or tensor}, the same names, shapes and types as `round.params`.
+            params: {name: array or tensor}, the same names, shapes and types as `round.params`. Further names for an array
+                that is among them (tied weights) are left out: it is averaged once.
             weight: number of samples, a positive integer; it stays secret within the sum.
             metrics: the values the plan names.
 
@@ -75,7 +80,13 @@ class Round:
             UsageError: they cannot be used; tensor, value and limit are named, and nothing has left the site.
             Refused: the round is closed.
         """
-        arrays = {name: self._array(name, value) for name, value in params.items()}
+        given = {name: _as_numpy(name, value) for name, value in params.items() if name not in self._carried}
+        known = [given[name] for name in self.params if name in given]
+        arrays = {
+            name: np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(array.shape)
+            for name, array in given.items()
+            if name in self.params or not any(_is_same(array, other) for other in known)
+        }
         if int(weight) != weight:
             raise UsageError(f"weight {weight!r} is no whole number", "the weight is the number of samples")
         self._update.parent.mkdir(parents=True, exist_ok=True)
@@ -89,17 +100,23 @@ class Round:
         self._connection.call("program.submit", Submission(self.number, int(weight), values), Nothing, timeout_s=600.0)
         self.is_submitted = True
 
-    @staticmethod
-    def _array(name: str, value: Any) -> Any:
-        if hasattr(value, "detach"):  # a torch tensor, taken as it is
-            value = value.detach().cpu()
-            if str(value.dtype) == "torch.bfloat16":
-                value = value.float()
-            value = value.numpy()
-        array = np.asarray(value)
-        if array.dtype.hasobject:
-            raise UsageError(f"{name!r} is an array of objects", "convert it to numbers: nothing is pickled")
-        return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False)).reshape(array.shape)
+
+def _as_numpy(name: str, value: Any) -> Any:
+    if hasattr(value, "detach"):  # a torch tensor, taken as it is
+        value = value.detach().cpu()
+        if str(value.dtype) == "torch.bfloat16":
+            value = value.float()
+        value = value.numpy()
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise UsageError(f"{name!r} is an array of objects", "convert it to numbers: nothing is pickled")
+    return array
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two arrays are one in memory, under two names."""
+    here, there = one.__array_interface__, other.__array_interface__
+    return one.size > 0 and all(here[key] == there[key] for key in ("data", "shape", "strides", "typestr"))
 
 
 def _save_with_bf16(arrays: Mapping[str, Any], bf16: set[str], path: Path) -> None:

@@ -50,11 +50,16 @@ class Tensor(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The tensors of a file in file order, the length of the vector, and the length of the file."""
+    """The tensors of a file in file order, the length of the vector, the length of the file, and what was excluded."""
 
     tensors: tuple[Tensor, ...]
     parameters: int
     size: int
+    exclude: tuple[str, ...] = ()
+
+    def may_be_missing(self, tensor: Tensor) -> bool:
+        """Whether an update need not hold it: it is excluded, or of a type that programs cannot write (an empty one, then)."""
+        return matches(tensor.name, self.exclude) or not is_known(tensor.dtype)
 
 
 def layout(file: Bytes, what: str, exclude: Sequence[str] = ()) -> Layout:
@@ -63,7 +68,8 @@ def layout(file: Bytes, what: str, exclude: Sequence[str] = ()) -> Layout:
     Args:
         file: uint8[size], the whole file, usually mapped.
         what: what to call it in messages.
-        exclude: patterns of tensors that are no part of the vector whatever their type, `head.*`.
+        exclude: patterns of tensors that are no part of the vector whatever their type, `head.*`; they and empty ones may
+            have types that cannot be averaged.
 
     Raises:
         UsageError: damaged, or a tensor's type cannot be aggregated; tensor and type are named.
@@ -85,18 +91,30 @@ def layout(file: Bytes, what: str, exclude: Sequence[str] = ()) -> Layout:
         raise UsageError(f"{what} is no safetensors file: {error}") from None
     found, offset, base = [], 0, 8 + length
     for name, dtype, shape, start, stop in tensors:
-        if dtype not in _WIDTHS:
-            raise UsageError(
-                f"{what}: tensor {name!r} has type {dtype}, which cannot be averaged",
-                "dequantise it to bf16 or leave it out",
-            )
         values = math.prod(shape)
-        if not 0 <= start <= stop <= size - base or stop - start != values * _WIDTHS[dtype]:
+        if not is_known(dtype) and values and not matches(name, exclude):
+            raise UsageError(
+                f"{what}: tensor {name!r} has type {dtype}, which cannot be averaged: its codes mean nothing without their scales",
+                f'dequantise it to bf16, or write exclude = ["{name}"] so that it keeps its global value',
+            )
+        if not 0 <= start <= stop <= size - base or stop - start != _bytes(dtype, values, stop - start):
             raise UsageError(f"{what}: tensor {name!r} of shape {list(shape)} does not fit bytes {start} to {stop}")
         is_float = dtype in _FLOATS and not matches(name, exclude)
         found.append(Tensor(name, dtype, shape, base + start, base + stop, offset if is_float else -1))
         offset += values if is_float else 0
-    return Layout(tuple(found), offset, size)
+    return Layout(tuple(found), offset, size, tuple(exclude))
+
+
+def _bytes(dtype: str, values: int, claimed: int) -> int:
+    """What so many values take; a type that is not known takes what its file says, and nothing where there are none."""
+    if is_known(dtype):
+        return values * _WIDTHS[dtype]
+    return claimed if values else 0
+
+
+def is_known(dtype: str) -> bool:
+    """Whether it is a type whose values can be read here."""
+    return dtype in _WIDTHS
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -224,10 +242,10 @@ class Values:
 
 def _matched(reference: Layout, file: Bytes, what: str) -> dict[str, Tensor]:
     """The file's tensors by name, once they are found to be the reference's."""
-    own = layout(file, what)
+    own = layout(file, what, reference.exclude)
     expected = {t.name: t for t in reference.tensors}
     given = {t.name: t for t in own.tensors}
-    problems = [f"{name!r} is missing" for name in expected if name not in given]
+    problems = [f"{n!r} is missing" for n, t in expected.items() if n not in given and not reference.may_be_missing(t)]
     problems += [f"{name!r} is not in the global parameters" for name in given if name not in expected]
     for name in expected.keys() & given.keys():
         if given[name].shape != expected[name].shape:
