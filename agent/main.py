@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 from fedpool import __version__
 from fedpool.errors import IbshellError
+from fedpool.transport import memory
 
 _EXAMPLES = """examples:
   ibshell-agent hub --config hub.toml
@@ -179,7 +179,7 @@ def _serve(service: Coroutine[Any, Any, None], verbose: bool) -> int:
     )
     logging.getLogger("asyncssh").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-    _keep_big_blocks()
+    memory.keep_big_blocks()
     gc.set_threshold(*GC_THRESHOLDS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a hub has two connections a site
@@ -204,20 +204,6 @@ async def _until_signalled(service: Coroutine[Any, Any, None]) -> int:
             error = error.exceptions[0]
         raise error from None
     return 0
-
-
-def _keep_big_blocks() -> None:
-    """Tell glibc to keep big blocks: asyncssh's large packets would otherwise be mapped and unmapped one by one."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
-        return  # another C library
-    for option, value in (
-        (-3, 1 << 30),
-        (-1, 512 << 20),
-        (-2, 64 << 20),
-    ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-        mallopt(option, value)
 
 
 if __name__ == "__main__":

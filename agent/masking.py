@@ -81,9 +81,11 @@ class Masking:
             for piece in self._layout.chunks():
                 if self._enough.is_set():
                     return
-                words = self._layout.ring.zeros(piece.stop - piece.start)
+                octets = self._layout.body(out, piece)
+                words = self._layout.ring.read(octets)  # zeros; where they are a view the masks land in the file
                 masks.apply(words, self._effect.streams.body, piece.start)
-                self._layout.ring.write(words, self._layout.body(out, piece))
+                if self._layout.ring.lift:
+                    self._layout.ring.write(words, octets)
                 self._prepared = piece.stop
 
     def stop(self) -> None:

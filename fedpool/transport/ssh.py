@@ -49,7 +49,8 @@ BULK_PACKET_BYTES = 512 * 1024
 # A transport buffer past this means that the peer asks and does not read.
 BUFFER_BYTES_MAX = 4 * BULK_WINDOW_BYTES + (1 << 20)
 
-_COMMON: dict[str, Any] = {
+# What both ends of every connection are told.
+COMMON: dict[str, Any] = {
     "kex_algs": ["mlkem768x25519-sha256", "curve25519-sha256"],
     "encryption_algs": ["aes128-gcm@openssh.com", "aes256-gcm@openssh.com"],
     "signature_algs": ["ssh-ed25519"],
@@ -367,7 +368,7 @@ def server_acceptor(
                 sock,
                 server_factory=lambda: _Server(identity, serve, authorized, role, guests=guests),
                 server_host_keys=identity.keys(HOST),
-                **_COMMON,
+                **COMMON,
                 **_SERVER,
             )
         finally:
@@ -401,7 +402,7 @@ def reverse_acceptor(
                 known_hosts=([], [], []),
                 username=USERNAME,
                 client_keys=identity.keys(USER),
-                **_COMMON,
+                **COMMON,
                 **_CLIENT,
             )
         except asyncssh.HostKeyNotVerifiable:
@@ -446,7 +447,7 @@ async def dial(
                 known_hosts=([], [], []),
                 username=username,
                 client_keys=keys,
-                **_COMMON,
+                **COMMON,
                 **_CLIENT,
             )
     except asyncssh.HostKeyNotVerifiable:
@@ -505,7 +506,7 @@ async def dial_reverse(
                 port,
                 server_factory=lambda: _Server(identity, serve, hub_keys, role, subsystems),
                 server_host_keys=identity.keys(HOST),
-                **_COMMON,
+                **COMMON,
                 **_SERVER,
             )
     except (asyncssh.Error, OSError, TimeoutError) as error:

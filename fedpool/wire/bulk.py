@@ -2,7 +2,8 @@
 
 Whoever needs an object sends WANT with the offset it has; the other side answers with DATA frames from there, the last one
 flagged. An object's id is the first half of the SHA-256 of its name; its whole hash travels on the control channel, in
-signed messages. The checksum here only finds damage early.
+signed messages. The checksum is the header's alone: it tells a header from bytes that are none. What the frame carries is
+authenticated by SSH and hashed from end to end.
 """
 
 import hashlib
@@ -24,8 +25,9 @@ PAYLOAD_BYTES_MAX = 1 << 20
 # Tuning: asyncssh copes best with writes of half a mebibyte.
 CHUNK_BYTES = 512 * 1024
 
-_HEADER = struct.Struct(">HBBIQ16sI")
-HEADER_BYTES = _HEADER.size
+_HEADER = struct.Struct(">HBBIQ16s")
+_CHECKSUM = struct.Struct(">I")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 
 
 class Frame(NamedTuple):
@@ -46,9 +48,8 @@ def object_id(name: str) -> bytes:
 def write(frame: Frame) -> bytes:
     """Encode a frame."""
     flags = FLAG_LAST if frame.last else 0
-    checksum = zlib.crc32(frame.payload)
-    header = _HEADER.pack(MAGIC, frame.kind, flags, len(frame.payload), frame.offset, frame.object_id, checksum)
-    return header + frame.payload
+    header = _HEADER.pack(MAGIC, frame.kind, flags, len(frame.payload), frame.offset, frame.object_id)
+    return b"".join((header, _CHECKSUM.pack(zlib.crc32(header)), frame.payload))
 
 
 class BulkReader:
@@ -68,16 +69,17 @@ class BulkReader:
         view = memoryview(self._buffer)
         try:
             while len(view) - position >= HEADER_BYTES:
-                magic, kind, flags, length, offset, identity, checksum = _HEADER.unpack_from(view, position)
+                magic, kind, flags, length, offset, identity = _HEADER.unpack_from(view, position)
+                (checksum,) = _CHECKSUM.unpack_from(view, position + _HEADER.size)
                 if magic != MAGIC or kind not in (WANT, DATA, MISSING):
                     raise PeerProtocolError("the bulk stream is out of step: no frame header where one belongs")
                 if length > PAYLOAD_BYTES_MAX:
                     raise PeerProtocolError(f"a bulk frame of {length} bytes; the limit is {PAYLOAD_BYTES_MAX}")
+                if zlib.crc32(view[position : position + _HEADER.size]) != checksum:
+                    raise PeerProtocolError(f"the header of a bulk frame at offset {offset} is damaged")
                 if len(view) - position < HEADER_BYTES + length:
                     break
                 payload = bytes(view[position + HEADER_BYTES : position + HEADER_BYTES + length])
-                if zlib.crc32(payload) != checksum:
-                    raise PeerProtocolError(f"a bulk frame at offset {offset} is damaged")
                 frames.append(Frame(kind, identity, offset, payload, bool(flags & FLAG_LAST)))
                 position += HEADER_BYTES + length
         finally:

@@ -15,7 +15,7 @@ from ibshell.render import Column
 
 app = typer.Typer()
 
-BENCHES = ("secagg", "lease", "planner", "ledger", "start")
+BENCHES = ("secagg", "rounds", "lease", "planner", "ledger", "start")
 COLUMNS = [
     Column("CASE", "case"),
     Column("VALUE", "value"),
