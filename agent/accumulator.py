@@ -1,4 +1,4 @@
-"""The sum of the vectors that have arrived, in one mapped file: the hub needs neither memory nor disk for a cohort of them.
+"""The sum of the vectors that have arrived, in one file: the hub needs neither memory nor disk for a cohort of them.
 
 A vector is gathered in a file of its own, checked, added, and removed. Adding is not repeatable, so a note beside the sum says
 which vectors are in it and which one is being added. A hub that was killed goes on from the note; where it was killed while
@@ -51,7 +51,7 @@ class Accumulator:
         self._workers = workers
         self._adding = asyncio.Lock()
         # The sum is in words as they lie in memory; a ring of 24 bits takes four bytes there.
-        self._body_bytes = layout.parameters * layout.ring.word_bytes
+        self._tail_start = -(-layout.parameters * layout.ring.word_bytes // 8) * 8
         self._note = self._read()
 
     @property
@@ -79,8 +79,7 @@ class Accumulator:
             note = msgspec.json.decode(self._note_path.read_bytes(), type=_Note)
             if note.boot == new.boot and not note.adding and self.path.exists():
                 return note
-        size = -(-self._body_bytes // 8) * 8 + 8 * self._layout.tail_words
-        files.reserve(self.path, size)
+        files.reserve(self.path, self._tail_start + 8 * self._layout.tail_words)
         return new
 
     def _write(self, adding: int) -> None:
@@ -98,13 +97,18 @@ class Accumulator:
     def _add(self, index: int) -> None:
         self._write(index)
         path, layout = self.vector(index), self._layout
-        with files.mapped(path) as vector, files.mapped(self.path, writable=True, flush=False) as total:
+        width = layout.ring.word_bytes
+        with files.mapped(path) as vector, files.Pieces(self.path) as total:
 
             def work(piece: Range) -> None:
-                masks.add(self._words(total, piece), layout.ring.read(layout.body(vector, piece)))
+                octets = total.read(piece.start * width, (piece.stop - piece.start) * width)
+                masks.add(octets.view(layout.ring.dtype), layout.ring.read(layout.body(vector, piece)))
+                total.write(piece.start * width, octets)
 
             parallel.over(layout.chunks(), work, self._workers)
-            masks.add(self._tail(total), layout.tail(vector))
+            octets = total.read(self._tail_start, 8 * layout.tail_words)
+            masks.add(octets.view("<u8"), layout.tail(vector))
+            total.write(self._tail_start, octets)
             (self._directory / f"head-{index}").write_bytes(vector[:HEAD_BYTES].tobytes())
         self._note.added.append(index)
         self._write(0)
@@ -116,7 +120,7 @@ class Accumulator:
         return words
 
     def _tail(self, total: files.Mapped) -> Words:
-        tail: Words = total[-(-self._body_bytes // 8) * 8 :].view("<u8")
+        tail: Words = total[self._tail_start :].view("<u8")
         return tail
 
     def words(self, total: files.Mapped, piece: Range) -> Words:

@@ -23,7 +23,7 @@ from fedpool.secagg import masks, vector
 from fedpool.secagg.client import MaskVector
 from fedpool.secagg.encoding import FixedPoint
 from fedpool.secagg.manifest import Manifest
-from fedpool.secagg.ring import Bytes, Floats
+from fedpool.secagg.ring import Bytes, Floats, Words
 from fedpool.wire.messages import Submission
 
 
@@ -77,15 +77,13 @@ class Masking:
 
     def prepare(self) -> None:
         """Write masks into the file until all are there or `stop` is called; for a thread of its own."""
-        with files.mapped(self._path, writable=True, flush=False) as out:
+        with files.Pieces(self._path) as out:
             for piece in self._layout.chunks():
                 if self._enough.is_set():
                     return
-                octets = self._layout.body(out, piece)
-                words = self._layout.ring.read(octets)  # zeros; where they are a view the masks land in the file
+                words = self._layout.ring.zeros(piece.stop - piece.start)
                 masks.apply(words, self._effect.streams.body, piece.start)
-                if self._layout.ring.lift:
-                    self._layout.ring.write(words, octets)
+                out.write(piece.start * self._layout.ring.wire_bytes, self._layout.ring.packed(words))
                 self._prepared = piece.stop
 
     def stop(self) -> None:
@@ -110,7 +108,7 @@ class Masking:
         with (
             files.mapped(model) as global_bytes,
             files.mapped(update) as own_bytes,
-            files.mapped(self._path, writable=True, flush=False) as out,
+            files.Pieces(self._path) as out,
         ):
             layout = parameters.layout(global_bytes, "the model", manifest.exclude)
             base = Values(layout, global_bytes, "the model")
@@ -121,17 +119,30 @@ class Masking:
 
             def work(piece: Range) -> tuple[bytes, int]:
                 values, old = trained.read(piece), base.read(piece)
-                saturated = self._mask(layout, out, piece, values, old, within(found, piece), submission.weight, scale)
-                return hashlib.sha256(self._layout.body(out, piece).data).digest(), saturated
+                words = self._prepared_words(out, piece)
+                saturated = self._mask(
+                    layout, words, piece, values, old, within(found, piece), submission.weight, scale
+                )
+                octets = self._layout.ring.packed(words)
+                out.write(piece.start * self._layout.ring.wire_bytes, octets)
+                return hashlib.sha256(octets.data).digest(), saturated
 
             done = parallel.over(chunks, work, self._workers)
-            self._mask_tail(out, submission, sum(saturated for _, saturated in done))
-            return self._layout.digest([digest for digest, _ in done], out)
+            rest = self._rest(submission, sum(saturated for _, saturated in done))
+            out.write(self._layout.body_size, rest)
+            return self._layout.digest([digest for digest, _ in done], rest)
+
+    def _prepared_words(self, out: files.Pieces, piece: Range) -> Words:
+        """A chunk with the masks that were written while the program trained, or zeros."""
+        ring = self._layout.ring
+        if piece.stop > self._prepared:
+            return ring.zeros(piece.stop - piece.start)
+        return ring.read(out.read(piece.start * ring.wire_bytes, (piece.stop - piece.start) * ring.wire_bytes))
 
     def _mask(
         self,
         layout: Layout,
-        out: Bytes,
+        words: Words,
         piece: Range,
         values: Floats,
         old: Floats,
@@ -140,9 +151,6 @@ class Masking:
         scale: float,
     ) -> int:
         """Encode a chunk onto its masks; returns how many values were clipped."""
-        ring = self._layout.ring
-        octets = self._layout.body(out, piece)
-        words = ring.read(octets)
         streams = () if piece.stop <= self._prepared else self._effect.streams.body
         saturated = 0
         for part, fixed in found:
@@ -161,21 +169,20 @@ class Masking:
                 place = parameters.name_of(layout, part.start + bad)
                 raise ProgramFailed(f"the update changed while it was masked: {place} is not finite")
             saturated += count
-        if ring.lift:
-            ring.write(words, octets)
         return saturated
 
-    def _mask_tail(self, out: Bytes, submission: Submission, saturated: int) -> None:
-        """Weight, clipped values and metrics."""
+    def _rest(self, submission: Submission, saturated: int) -> Bytes:
+        """What follows the body: weight, clipped values and metrics, masked."""
         manifest = self._manifest
-        tail = self._layout.tail(out)
-        tail[:] = 0
+        rest = np.zeros(self._layout.size - self._layout.body_size, np.uint8)
+        tail = rest[self._layout.tail_start - self._layout.body_size :].view("<u8")
         tail[vector.WEIGHT], tail[vector.SATURATED] = submission.weight, saturated
         metrics = np.array([submission.metrics[name] for name in manifest.metrics], np.float32)
         fixed = manifest.metric_encoding()
         factor = fixed.factor(submission.weight)
         masks.mask(metrics, None, fixed.clip, factor, self._effect.rounding_tail, (), 0, tail[vector.METRICS :])
         masks.apply(tail, self._effect.streams.tail, 0)
+        return rest
 
 
 def norm_scale(base: Values, trained: Values, limit: float, chunks: list[Range], workers: int) -> float:

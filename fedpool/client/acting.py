@@ -11,6 +11,7 @@ from fedpool.client.connection import Connection
 from fedpool.errors import NotAuthorised, NotFound
 from fedpool.identity.principals import tenant_principal
 from fedpool.leasing.roles import MAY
+from fedpool.records import Signed
 from fedpool.wire.messages import ById, LeaseView, LeaseWanted, Listing, Nothing, RunView
 
 Answer = TypeVar("Answer")
@@ -40,6 +41,20 @@ def act(
         return hub.call(method, body, expect, timeout_s, key)
     if isinstance(body, LeaseWanted) and not body.id:
         body = msgspec.structs.replace(body, id=secrets.token_hex(4))  # what is signed says which lease it is for
+    signed, principal = _signed(hub, method, body, sites)
+    try:
+        return hub.call(method, signed, expect, timeout_s, key)
+    except NotAuthorised:
+        # Whoever holds it may have changed since the hub was asked, above all while it learns from the sites after a restart.
+        signed, now = _signed(hub, method, body, sites)
+        if now == principal:
+            raise
+        return hub.call(method, signed, expect, timeout_s, key)
+
+
+def _signed(hub: Connection, method: str, body: Any, sites: tuple[str, ...]) -> tuple[Signed, str]:
+    """The request, signed in the first of the roles that may ask it that is this user's; and that role."""
+    assert hub.signer is not None
     roles = []
     for role in MAY[method]:
         if role == "named":
@@ -52,11 +67,9 @@ def act(
     refused: NotAuthorised | None = None
     for principal in roles:
         try:
-            signed = hub.signer.sign(method, body, principal, sites)
+            return hub.signer.sign(method, body, principal, sites), principal
         except NotAuthorised as error:
             refused = refused or error
-            continue
-        return hub.call(method, signed, expect, timeout_s, key)
     raise refused or NotAuthorised(f"nobody may ask for {method} of {body}")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Protocol
@@ -101,7 +102,7 @@ class FedAvgM:
         return parameters + self._rate * momentum
 
 
-class _Adaptive:
+class _Adaptive(ABC):
     """What FedAdam and FedYogi share (Reddi et al., Adaptive Federated Optimization, ICLR 2021, algorithm 2).
 
     Args:
@@ -134,8 +135,9 @@ class _Adaptive:
     def _step(self, step: int) -> float:
         return self._eta
 
+    @abstractmethod
     def _second(self, second: Floats, square: Floats) -> None:
-        raise NotImplementedError
+        """Move the second moment, in place."""
 
 
 class FedAdam(_Adaptive):

@@ -168,7 +168,7 @@ class Manifest(msgspec.Struct, frozen=True):
                 f"it may be {self.degree // 2} to {self.degree}"
             )
         found = graph.bounds(n, self.degree, self.share_threshold)
-        bits = min(found.secrecy_bits, found.connection_bits)
+        bits = max(0.0, min(found.secrecy_bits, found.connection_bits))
         if bits < graph.SECURITY_BITS:
             raise UsageError(
                 f"a graph of degree {self.degree} with share threshold {self.share_threshold} keeps the updates of {n} "

@@ -74,6 +74,14 @@ class Ring(NamedTuple):
         unpacked: Words = words.reshape(-1).view(self.dtype)
         return unpacked
 
+    def packed(self, words: Words) -> Bytes:
+        """The words' bytes; a view where they lie as on the wire."""
+        if not self.lift:
+            return words.view(np.uint8)
+        wire = np.empty(len(words) * self.wire_bytes, np.uint8)
+        self.write(words, wire)
+        return wire
+
     def write(self, words: Words, wire: Bytes) -> None:
         """Words into their bytes.
 

@@ -69,15 +69,20 @@ class VectorLayout(NamedTuple):
         """The tail's words, a view."""
         return file[self.tail_start : self.size].view("<u8")
 
-    def digest(self, chunks: list[bytes], file: Bytes) -> bytes:
+    @property
+    def body_size(self) -> int:
+        """Bytes of the body."""
+        return self.parameters * self.ring.wire_bytes
+
+    def digest(self, chunks: list[bytes], rest: Bytes) -> bytes:
         """The vector's digest.
 
         Args:
             chunks: SHA-256 of every chunk of the body.
-            file: uint8[size]; what follows the body is hashed here.
+            rest: uint8[size - body_size], what follows the body.
         """
-        rest = hashlib.sha256(file[self.parameters * self.ring.wire_bytes :].data).digest()
-        return transcript.digest(transcript.LABEL_VECTOR, transcript.u64(self.size), *chunks, rest)
+        end = hashlib.sha256(rest.data).digest()
+        return transcript.digest(transcript.LABEL_VECTOR, transcript.u64(self.size), *chunks, end)
 
     def digest_of(self, file: Bytes, workers: int) -> bytes:
         """The digest of a vector that lies there complete."""
@@ -85,7 +90,7 @@ class VectorLayout(NamedTuple):
         def work(piece: Range) -> bytes:
             return hashlib.sha256(self.body(file, piece).data).digest()
 
-        return self.digest(parallel.over(self.chunks(), work, workers), file)
+        return self.digest(parallel.over(self.chunks(), work, workers), file[self.body_size :])
 
 
 def layout(ring_bits: int, parameters: int, metrics: int) -> VectorLayout:

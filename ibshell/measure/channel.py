@@ -32,8 +32,7 @@ async def _swallow(stdin: Any, stdout: Any, stderr: Any) -> None:
     stdout.close()
 
 
-async def _serve(sock: socket.socket) -> None:
-    key = asyncssh.generate_private_key("ssh-ed25519")
+async def _serve(sock: socket.socket, key: asyncssh.SSHKey) -> None:
     async with asyncssh.listen(
         sock=sock, server_factory=_Anybody, server_host_keys=[key], session_factory=_swallow, encoding=None,
         window=ssh.BULK_WINDOW_BYTES, max_pktsize=ssh.BULK_PACKET_BYTES, **ssh.COMMON,
@@ -41,9 +40,10 @@ async def _serve(sock: socket.socket) -> None:
         await asyncio.Event().wait()
 
 
-async def _send(port: int) -> float:
+async def _send(port: int, key: asyncssh.SSHKey) -> float:
     """Seconds for SIZE_BYTES."""
-    async with asyncssh.connect("127.0.0.1", port, known_hosts=None, client_keys=None, **ssh.COMMON) as connection:
+    known: Any = ([key], [], [])
+    async with asyncssh.connect("127.0.0.1", port, known_hosts=known, client_keys=None, **ssh.COMMON) as connection:
         writer, reader, _ = await connection.open_session(
             encoding=None, window=ssh.BULK_WINDOW_BYTES, max_pktsize=ssh.BULK_PACKET_BYTES
         )
@@ -60,14 +60,15 @@ async def _send(port: int) -> float:
 def main() -> None:
     """Measure; the receiver is a child of this process."""
     memory.keep_big_blocks()
+    key = asyncssh.generate_private_key("ssh-ed25519")
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         child = os.fork()
         if child == 0:
-            asyncio.run(_serve(sock))
+            asyncio.run(_serve(sock, key))
             os._exit(0)
         try:
-            times = sorted(asyncio.run(_send(port)) for _ in range(REPEAT))
+            times = sorted(asyncio.run(_send(port, key.convert_to_public())) for _ in range(REPEAT))
         finally:
             os.kill(child, 9)
             os.waitpid(child, 0)

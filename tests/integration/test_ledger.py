@@ -357,7 +357,7 @@ def test_a_federation_is_proved_and_reported(pool, tmp_path):
     told = json.loads(pool.cli("ledger", "report", "--tenant", "oncology", "-o", "json").stdout)
     assert {row["site"] for row in told["federations"]} == set(pool.site_names())
     for row in told["federations"]:
-        assert row["rounds"] == 2 and row["cohort_min"] == 4 and row["bytes"] == 2 * 4 * (4 + 1 + 1)
+        assert row["rounds"] == 2 and row["cohort_min"] == 4 and row["bytes"] == 2 * (4 * 4 + 3 * 8)
         assert row["form"] == "doubly masked, 32-bit ring" and row["tenant"] == "oncology"
 
 

@@ -386,6 +386,16 @@ def test_another_order_of_the_ring_is_refused():
     assert "not those of this site's neighbours" in world.refusals[5].message
 
 
+@pytest.mark.parametrize(("degree", "share_threshold"), [(4, 3), (10, 6), (48, 25), (60, 30), (56, 33)])
+def test_a_weak_graph_is_refused(degree, share_threshold):
+    """A hub that wants few neighbours, some of them its own, gets nobody's keys."""
+    world = sparse(100)
+    world.open(1)
+    weak = msgspec.structs.replace(world.manifest, degree=degree, share_threshold=share_threshold)
+    with pytest.raises(UsageError, match=r"2\^-40 is demanded"):
+        world.open(2, weak)
+
+
 @pytest.mark.parametrize("n", [33, 64, 100, 200, 500, 1000])
 def test_the_chosen_graph_keeps_its_bounds(n):
     found = graph.choose(n, default_threshold(n))
