@@ -90,27 +90,56 @@ def aggregate(
     Raises:
         RoundFailed, IntegrityError: the sum cannot be right; nothing is written.
     """
+    said = _tail(manifest, total, removal)
+    arriving = new_model.with_suffix(".part")
+    shutil.copyfile(model, arriving)
+    if optimiser.strategy.slots:
+        _remember(optimiser, manifest.parameters * FLOAT_BYTES * optimiser.strategy.slots)
+    digest, negative = _apply(manifest, total, removal.body, optimiser, said.weight, model, arriving, workers)
+    with arriving.open("rb") as file:
+        os.fsync(file.fileno())
+    arriving.rename(new_model)
+    files.sync_directory(new_model.parent)
+    bound = max((e.fixed.mean_error_bound(said.weight) for e in encodings(manifest)), default=0.0)
+    return Aggregate(said.weight, said.saturated, bound, said.metrics, digest, negative)
+
+
+def measure(manifest: Manifest, total: Accumulator, removal: masks.Masks, model: str) -> Aggregate:
+    """What the sites measured of a model that stays as it is.
+
+    Args:
+        manifest: a round whose vector has no values.
+        total: sum of the survivors' masked vectors.
+        removal: masks to take off it.
+        model: SHA-256 of the model.
+
+    Raises:
+        IntegrityError: the sum cannot be right.
+    """
+    said = _tail(manifest, total, removal)
+    return Aggregate(said.weight, said.saturated, 0.0, said.metrics, model, [])
+
+
+class _Tail(NamedTuple):
+    """What the sum says beside its values: see `Aggregate`."""
+
+    weight: int
+    saturated: int
+    metrics: dict[str, float]
+
+
+def _tail(manifest: Manifest, total: Accumulator, removal: masks.Masks) -> _Tail:
     with files.mapped(total.path) as mapped:
         tail = total.tail(mapped)
     masks.apply(tail, removal.tail, 0)
     weight, saturated = int(tail[vector.WEIGHT]), int(tail[vector.SATURATED])
     if not 0 < weight <= manifest.max_weight * len(total.added):
         raise IntegrityError(f"round {manifest.round}: the summed weight is {weight}: a vector was not what it claims")
-    arriving = new_model.with_suffix(".part")
-    shutil.copyfile(model, arriving)
-    if optimiser.strategy.slots:
-        _remember(optimiser, manifest.parameters * FLOAT_BYTES * optimiser.strategy.slots)
-    digest, negative = _apply(manifest, total, removal.body, optimiser, weight, model, arriving, workers)
-    with arriving.open("rb") as file:
-        os.fsync(file.fileno())
-    arriving.rename(new_model)
-    files.sync_directory(new_model.parent)
     means = np.zeros(len(manifest.metrics), np.float32)
     metric_ring, unit = ring.of(vector.TAIL_BITS), manifest.metric_encoding().unit()
     masks.decode(metric_ring, tail[vector.METRICS :], None, unit / weight, means)
     metrics = {name: float(value) for name, value in zip(manifest.metrics, means, strict=True)}
-    bound = max((e.fixed.mean_error_bound(weight) for e in encodings(manifest)), default=0.0)
-    return Aggregate(weight, saturated, bound, metrics, digest, negative)
+    return _Tail(weight, saturated, metrics)
 
 
 def _remember(optimiser: Optimiser, size: int) -> None:

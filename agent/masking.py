@@ -105,6 +105,8 @@ class Masking:
             ProgramFailed: the update changed since it was checked.
         """
         manifest = self._manifest
+        if not manifest.parameters:
+            return self._finish_metrics(submission)
         with (
             files.mapped(model) as global_bytes,
             files.mapped(update) as own_bytes,
@@ -131,6 +133,13 @@ class Masking:
             rest = self._rest(submission, sum(saturated for _, saturated in done))
             out.write(self._layout.body_size, rest)
             return self._layout.digest([digest for digest, _ in done], rest)
+
+    def _finish_metrics(self, submission: Submission) -> bytes:
+        """The vector of a round that evaluates: it has no body, and there is no update."""
+        rest = self._rest(submission, 0)
+        with files.Pieces(self._path) as out:
+            out.write(0, rest)
+        return self._layout.digest([], rest)
 
     def _prepared_words(self, out: files.Pieces, piece: Range) -> Words:
         """A chunk with the masks that were written while the program trained, or zeros."""

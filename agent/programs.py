@@ -118,12 +118,12 @@ class Task:
         assert self._program is not None
         return self._program.pid
 
-    async def offer(self, number: int, parameters: Path, update: Path) -> None:
-        """Give the program a round to train; one it has not taken yet is replaced."""
+    async def offer(self, offered: NextRound) -> None:
+        """Give the program a round to train or to evaluate; one it has not taken yet is replaced."""
         async with self._changed:
-            if self._offered is None or self._offered.round != number:
-                self._submitted.pop(number, None)
-                self._offered = NextRound(number, str(parameters), str(update))
+            if self._offered is None or self._offered.round != offered.round:
+                self._submitted.pop(offered.round, None)
+                self._offered = offered
                 self._changed.notify_all()
 
     async def update(self, number: int, timeout_s: float) -> Submission:
@@ -199,6 +199,8 @@ class Task:
             )
         try:
             await self._check(submission, Path(offered.parameters), Path(offered.update))
+        except Refused:
+            raise  # it came too late, which says nothing against the program
         except IbshellError as error:
             async with self._changed:
                 self.failure = error.message

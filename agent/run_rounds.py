@@ -14,8 +14,9 @@ from agent.accumulator import Accumulator
 from agent.links import SiteLink
 from fedpool import parallel
 from fedpool.errors import IbshellError, IntegrityError, RoundFailed, Unreachable
+from fedpool.federation import schedule
 from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
-from fedpool.federation.plan import Plan
+from fedpool.federation.schedule import Stragglers
 from fedpool.secagg.manifest import Manifest
 from fedpool.secagg.messages import KeyMessage, VectorMessage
 from fedpool.secagg.server import Answered, Ask, Fail, HubEvent, HubRound, Lost, PhaseEnded, Unmask
@@ -35,38 +36,38 @@ class RoundDriver:
     """Drives one attempt at one round.
 
     Args:
-        manifest: the round.
+        wanted: the round, as its sites are asked to take part.
         journal: encoded events of an attempt that a restart interrupted, or nothing.
-        plan: of the run.
+        stragglers: when it goes on without the slow ones; None: at its deadline.
         links: {site: link}.
         directory: for the vectors.
-        model: the round's global parameters.
         record: makes an accepted event durable.
         tell: takes progress for people.
     """
 
     def __init__(
         self,
-        manifest: Manifest,
+        wanted: RoundWanted,
         journal: list[bytes],
-        plan: Plan,
+        stragglers: Stragglers | None,
         links: Mapping[str, SiteLink],
         directory: Path,
-        model: Path,
         record: Callable[[bytes], Awaitable[None]],
         tell: Callable[..., None],
     ) -> None:
+        manifest = wanted.manifest
         self.machine = HubRound(manifest)
+        self._wanted = wanted
         self._manifest = manifest
-        self._plan = plan
+        self._stragglers = stragglers
         self._links = links
         self._directory = directory
-        self._model = model
         self._record = record
         self._tell = tell
         self._events: asyncio.Queue[HubEvent] = asyncio.Queue()
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._phase_ends = 0.0
+        self._is_enough = False
         self._result: Unmask | Fail | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.total = Accumulator(directory, manifest.vector, parallel.threads())
@@ -126,8 +127,20 @@ class RoundDriver:
             log.info("round %d: %s is out: %s", self._manifest.round, self.machine.name(index), reason)
             self._tell("site_out", site=self.machine.name(index), phase=where, reason=reason)
         self._finish([effect for effect in decision.effects if not isinstance(effect, Ask)])
+        if self.machine.phase == "input":
+            self._leave_stragglers()
         if self.machine.phase != phase and self._result is None:
             self._begin_phase(tasks, [effect for effect in decision.effects if isinstance(effect, Ask)])
+
+    def _leave_stragglers(self) -> None:
+        """Where the updates are enough, give the others no more than their grace."""
+        if self._stragglers is None or self._is_enough:
+            return
+        enough = max(schedule.count(self._stragglers.enough, len(self._manifest.participants)), self._manifest.quorum)
+        if len(self.machine.vectors) >= enough:
+            self._is_enough = True
+            self._phase_ends = min(self._phase_ends, clock.now() + self._stragglers.grace_s)
+            self._tell("enough", sites=len(self.machine.vectors), left_s=self._phase_ends - clock.now())
 
     async def _complete(self, result: Unmask) -> None:
         """See that every survivor's vector is in the sum.
@@ -156,7 +169,7 @@ class RoundDriver:
 
     def _begin_phase(self, tasks: asyncio.TaskGroup, asks: list[Ask]) -> None:
         phase = self.machine.phase
-        self._phase_ends = clock.now() + (self._plan.deadline_s if phase == "input" else PHASE_TIMEOUT_S)
+        self._phase_ends = clock.now() + (self._wanted.deadline_s if phase == "input" else PHASE_TIMEOUT_S)
         self._tell("phase", phase=phase, members=len(self.machine.members), left_s=self._phase_ends - clock.now())
         for task in self._asking.values():
             task.cancel()
@@ -193,9 +206,7 @@ class RoundDriver:
         m = self._manifest
         left = max(1.0, self._phase_ends - clock.now())
         if isinstance(ask.question, Manifest):
-            size = self._model.stat().st_size
-            wanted = RoundWanted(m, size, self._plan.deadline_s)
-            return Answered.of(ask.phase, await link.call("round.open", wanted, KeyMessage, left))
+            return Answered.of(ask.phase, await link.call("round.open", self._wanted, KeyMessage, left))
         question = msgspec.msgpack.encode(ask.question)
         phase = Phase(m.federation, m.round, m.attempt, ask.phase, question)
         answer = await link.call("round.step", phase, PhaseAnswer, left)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from agent import clock, files
-from agent.aggregate import Optimiser, aggregate
+from agent.aggregate import Aggregate, Optimiser, aggregate, measure
 from agent.gangs import Gangs
 from agent.links import SiteLink
 from agent.ports import Store
@@ -31,8 +31,9 @@ from fedpool.errors import (
     TimedOut,
     UsageError,
 )
-from fedpool.federation import parameters
+from fedpool.federation import opening, parameters, schedule
 from fedpool.federation import plan as plans
+from fedpool.federation.messages import RoundWanted
 from fedpool.federation.rounds import (
     RoundEnded,
     RoundJournal,
@@ -48,10 +49,12 @@ from fedpool.federation.rounds import (
 from fedpool.leasing import lease as life
 from fedpool.names import require_id
 from fedpool.records import Part, Signed
-from fedpool.secagg.manifest import Manifest, Participant
+from fedpool.secagg import masks
+from fedpool.secagg.manifest import Manifest
 from fedpool.transport.bulk import Source
 from fedpool.wire.bulk import object_id
 from fedpool.wire.messages import (
+    BestModel,
     Events,
     HubView,
     ModelPiece,
@@ -183,6 +186,7 @@ class Runs:
     def view(self, live: _Live) -> RunView:
         """A run as people see it."""
         run = live.run
+        best, named = run.best, run.plan.best
         sites = list(run.sites) or (run.plan.sites if isinstance(run.plan.sites, list) else [])
         return RunView(
             run.id,
@@ -190,12 +194,13 @@ class Runs:
             run.plan.tenant,
             live.state,
             run.round,
-            run.plan.rounds,
+            run.plan.all_rounds,
             run.lease,
             sites,
             run.reason,
             run.history,
             list(run.requests.values())[-1] if run.requests else None,
+            BestModel(best.model, named.metric, best.value) if best is not None and named is not None else None,
         )
 
     def views(self) -> list[RunView]:
@@ -277,7 +282,9 @@ class Runs:
         try:
             while (action := live.run.next_action()) != "nothing":
                 if action == "finish":
-                    await self._end(live, "finished", "")
+                    plan = live.run.plan
+                    reason = schedule.ended_early(plan.best, plan.evaluation, live.run.history)
+                    await self._end(live, "finished", reason)
                     return
                 lease = await self._lease(live)
                 if action == "round":
@@ -355,30 +362,17 @@ class Runs:
         if run.manifest:
             manifest = msgspec.msgpack.decode(run.manifest, type=Manifest)
         else:
-            manifest = self._manifest(run, ready)
+            manifest = self._manifest(live, ready)
             await self._record(live, RoundOpened(manifest.round, manifest.attempt, msgspec.msgpack.encode(manifest)))
-
-        async def record(event: bytes) -> None:
-            await self._record(live, RoundJournal(event))
-
-        directory = live.directory / f"round-{manifest.round}-{manifest.attempt}"
-        driver = RoundDriver(
-            manifest, run.journal, run.plan, self._links, directory, live.model(run.round), record, live.tell
-        )
+        kind = schedule.TRAIN if manifest.parameters else schedule.EVALUATE
+        driver = self._driver(live, manifest, kind)
         live.round = driver
-        live.tell("round", attempt=manifest.attempt, cohort=len(manifest.participants), rounds=run.plan.rounds)
+        live.tell(
+            "round", attempt=manifest.attempt, cohort=len(manifest.participants), rounds=run.plan.all_rounds, does=kind
+        )
         try:
             unmask = await driver.run()
-            result = await asyncio.to_thread(
-                aggregate,
-                manifest,
-                driver.total,
-                unmask.removal,
-                self._optimiser(live, manifest.round),
-                live.model(run.round),
-                live.model(manifest.round),
-                parallel.threads(),
-            )
+            result = await asyncio.to_thread(self._result, live, driver, unmask.removal)
         except (RoundFailed, IbshellError) as error:
             await self._lost(live, error.message)
             await driver.close("failed")
@@ -386,6 +380,8 @@ class Runs:
         now = {site: self._links[site].traffic for site in run.sites}
         summary = {
             "round": manifest.round,
+            "does": kind,
+            "model_round": run.model_round if kind == schedule.EVALUATE else manifest.round,
             "attempt": manifest.attempt,
             "survivors": [driver.machine.name(index) for index in unmask.survivors],
             "lost": out
@@ -407,6 +403,30 @@ class Runs:
         self._tidy(live)
         live.tell("aggregated", **{**summary, "round": manifest.round})
 
+    def _driver(self, live: _Live, manifest: Manifest, kind: str) -> RoundDriver:
+        """What drives an attempt at a round."""
+        run = live.run
+
+        async def record(event: bytes) -> None:
+            await self._record(live, RoundJournal(event))
+
+        path = live.model(run.model_round)
+        step = run.step if kind == schedule.TRAIN else run.step - 1
+        wanted = RoundWanted(manifest, path.stat().st_size, run.plan.deadline_s, step, run.plan.settings(max(1, step)))
+        directory = live.directory / f"round-{manifest.round}-{manifest.attempt}"
+        return RoundDriver(wanted, run.journal, run.plan.stragglers, self._links, directory, record, live.tell)
+
+    @staticmethod
+    def _result(live: _Live, driver: RoundDriver, removal: masks.Masks) -> Aggregate:
+        """What a round came to: the next global parameters, or what the sites measured of these."""
+        run, manifest = live.run, driver.machine.manifest
+        if not manifest.parameters:
+            return measure(manifest, driver.total, removal, run.model)
+        model, new_model = live.model(run.model_round), live.model(manifest.round)
+        memory, new_memory = live.memory(run.model_round), live.memory(manifest.round)
+        optimiser = Optimiser(run.plan.optimiser(), run.step, memory, new_memory, tuple(run.plan.buffers))
+        return aggregate(manifest, driver.total, removal, optimiser, model, new_model, parallel.threads())
+
     async def _lost(self, live: _Live, reason: str) -> None:
         """Record that the attempt in progress came to nothing."""
         manifest = msgspec.msgpack.decode(live.run.manifest, type=Manifest)
@@ -415,46 +435,20 @@ class Runs:
         await self._record(live, RoundLost(manifest.round, manifest.attempt, reason, released))
 
     def _tidy(self, live: _Live) -> None:
-        """Keep the initial and the two latest models, and the latest round's vectors."""
+        """Keep the models that may be asked for, and the latest round's vectors."""
         for path in live.directory.glob("round-*"):
             if int(path.name.split("-")[1]) < live.run.round:
                 shutil.rmtree(path)
-        for number in range(1, live.run.round - 1):
-            live.model(number).unlink(missing_ok=True)
-            live.memory(number).unlink(missing_ok=True)
+        kept = live.run.models_kept
+        for path in [*live.directory.glob("model-*.safetensors"), *live.directory.glob("memory-*.f32")]:
+            if int(path.stem.split("-")[1]) not in kept:
+                path.unlink()
 
-    @staticmethod
-    def _optimiser(live: _Live, number: int) -> Optimiser:
-        """What makes the next parameters of round `number`'s mean."""
+    def _manifest(self, live: _Live, ready: list[str]) -> Manifest:
         run = live.run
-        strategy, step = run.plan.optimiser(), len(run.history) + 1
-        return Optimiser(strategy, step, live.memory(run.round), live.memory(number), tuple(run.plan.buffers))
-
-    def _manifest(self, run: Run, ready: list[str]) -> Manifest:
-        plan, number = run.plan, run.next_round
-        with files.mapped(self._directory / run.id / f"model-{run.round}.safetensors") as mapped:
-            layout = parameters.layout(mapped, "the model", plan.exclude)
-        found = plan.graph(len(ready))
-        return Manifest(
-            federation=run.id,
-            round=number,
-            attempt=run.attempt + 1,
-            plan=plans.digest(run.plan_text),
-            model=bytes.fromhex(run.model),
-            participants=tuple(Participant(i, name, self._links[name].key) for i, name in enumerate(ready, 1)),
-            threshold=plan.threshold_for(len(ready)),
-            share_threshold=found.share_threshold,
-            degree=found.degree,
-            minimum_cohort=plan.minimum_cohort,
-            parameters=layout.parameters,
-            metrics=tuple(plan.metrics),
-            ranges=parameters.ranges(layout, plan.clip, plan.ranges),
-            metric_range=plan.metric_range,
-            max_weight=plan.max_weight,
-            norm_clip=plan.norm_clip,
-            exclude=tuple(plan.exclude),
-            ring_bits=plan.ring_bits,
-        )
+        with files.mapped(live.model(run.model_round)) as mapped:
+            layout = parameters.layout(mapped, "the model", run.plan.exclude)
+        return opening.manifest(run, layout, {name: self._links[name].key for name in opening.cohort(run, ready)})
 
     async def _programs(self, live: _Live, lease_id: str) -> tuple[list[str], dict[str, str]]:
         """See that the program runs at every site of the lease.
@@ -520,16 +514,17 @@ class Runs:
         Raises:
             NotFound: that round's are not kept.
         """
-        chosen = live.run.round if number is None else number
+        chosen = live.run.model_round if number is None else number
         path = live.model(chosen)
         if not path.exists():
             raise NotFound(
-                f"run {live.run.id} keeps no model of round {chosen}", "the initial and the two latest are kept"
+                f"run {live.run.id} keeps no model of round {chosen}",
+                "the initial one, the two latest and the best by the plan's [best] are kept",
             )
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read(min(size, 512 * 1024))
-        digest = live.run.model if chosen == live.run.round else files.sha256(path).hex()
+        digest = live.run.model if chosen == live.run.model_round else files.sha256(path).hex()
         return ModelPiece(data, path.stat().st_size, digest, chosen)
 
     def hub_view(self, live: _Live, site: str) -> HubView:
@@ -554,5 +549,5 @@ class Runs:
         """
         for live in self._live.values():
             if wanted == object_id(f"model/{live.run.id}/{live.run.model}"):
-                return files.FileSource(live.model(live.run.round))
+                return files.FileSource(live.model(live.run.model_round))
         raise NotFound("no such model")

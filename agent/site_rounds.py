@@ -22,7 +22,7 @@ from agent.ports import Store
 from agent.programs import Task
 from fedpool import parallel
 from fedpool.errors import IbshellError, NotFound, Refused, UsageError
-from fedpool.federation import parameters
+from fedpool.federation import parameters, schedule
 from fedpool.federation.messages import Phase, PhaseAnswer, RoundOver, RoundWanted
 from fedpool.ledger.records import Record, RoundSaid
 from fedpool.names import require_id
@@ -43,7 +43,7 @@ from fedpool.secagg.messages import KeyMessage
 from fedpool.transport.bulk import Source
 from fedpool.transport.identity import Identity
 from fedpool.wire.bulk import object_id
-from fedpool.wire.messages import Submission
+from fedpool.wire.messages import NextRound, Submission
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +60,12 @@ QUESTIONS: dict[str, Any] = {
 class _Open:
     """One attempt at one round, in progress at this site."""
 
-    def __init__(self, machine: SiteRound, directory: Path, model: Path, deadline: float) -> None:
+    def __init__(self, wanted: RoundWanted, machine: SiteRound, directory: Path, model: Path) -> None:
+        self.wanted = wanted
         self.machine = machine
         self.directory = directory
         self.model = model
-        self.deadline = deadline
+        self.deadline = clock.now() + wanted.deadline_s
         self.lock = asyncio.Lock()
         self.masking_for: BeginMasking | None = None
         self.masking: MaskVector | None = None
@@ -150,7 +151,7 @@ class SiteRounds:
                     await asyncio.wait([current.loading])
             attempt = directory / f"round-{manifest.round}-{manifest.attempt}"
             attempt.mkdir(parents=True, exist_ok=True, mode=0o700)
-            opened = _Open(machine, attempt, model, clock.now() + wanted.deadline_s)
+            opened = _Open(wanted, machine, attempt, model)
             self._open[run] = opened
             # Keys and shares are exchanged while the model arrives; nothing is masked before it is there and is the right one.
             opened.loading = asyncio.get_running_loop().create_task(self._load(opened, task))
@@ -177,7 +178,11 @@ class SiteRounds:
             held = parameters.layout(mapped, "the model", manifest.exclude).parameters
         if held != manifest.parameters:
             raise Refused(f"the round names {manifest.parameters} parameters, the model has {held}")
-        await task.offer(manifest.round, model, opened.update)
+        kind = schedule.TRAIN if manifest.parameters else schedule.EVALUATE
+        offered = NextRound(
+            manifest.round, str(model), str(opened.update), "", kind, opened.wanted.step, opened.wanted.config
+        )
+        await task.offer(offered)
 
     async def step(self, phase: Phase) -> PhaseAnswer:
         """Answer one question of a round.
@@ -290,6 +295,8 @@ class SiteRounds:
         for name in manifest.metrics:
             if not np.isfinite(submission.metrics[name]):
                 raise UsageError(f"metric {name} is {submission.metrics[name]} in round {submission.round}")
+        if not manifest.parameters:
+            return
         if not update.exists():
             raise UsageError(f"the program wrote no update to {update}")
         found = await asyncio.to_thread(masking.check, model, update, manifest.exclude, parallel.threads())

@@ -74,6 +74,7 @@ class TomlText:
 
     def _line(self, key: str, table: str, number: int) -> str:
         first, last = 0, len(self._lines)
+        heads: list[int] = []
         if table:
             heads = [i for i, line in enumerate(self._lines) if re.match(rf"\s*\[+\s*{re.escape(table)}\s*\]", line)]
             if number < len(heads):
@@ -83,6 +84,8 @@ class TomlText:
         for i in range(first, last):
             if key and re.match(rf"\s*(\[+\s*)?[\"']?{re.escape(key)}[\"']?\s*[=\]]", self._lines[i]):
                 return f", line {i + 1}"
+        if table and not heads:  # it is written on one line, as a value
+            return self._line(table, "", 0)
         return f", line {first + 1}" if table and first < len(self._lines) else ""
 
 

@@ -99,9 +99,10 @@ class Progress:
                     self.say(f"round {event['round']}: {site} is back")
                     self._out.discard(site)
                 if not self._live:
+                    does = " evaluated" if event["does"] == "evaluate" else ""
                     lost = f", without {', '.join(event['lost'])}" if event["lost"] else ""
                     diagnostics.say(
-                        f"round {event['round']}/{self._rounds}: {len(event['survivors'])} sites{lost}, "
+                        f"round {event['round']}/{self._rounds}{does}: {len(event['survivors'])} sites{lost}, "
                         f"{cell('metrics', self._metrics)}, {event['seconds']:.2f} s"
                     )
                 self._draw()

@@ -18,8 +18,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from fedpool.client.connection import Connection, connect
-from fedpool.errors import LocalProtocolError, Unreachable, UsageError
-from fedpool.federation import parameters
+from fedpool.errors import LocalProtocolError, Refused, Unreachable, UsageError
+from fedpool.federation import parameters, schedule
 from fedpool.wire.messages import Joined, NextRound, Nothing, Submission
 
 SOCKET_VARIABLE = "IBSHELL_TASK"
@@ -30,19 +30,24 @@ _DTYPES = {
 
 
 class Round:
-    """One round to train.
+    """One round to train or to evaluate.
 
     Attributes:
         number: 1, 2, …
+        kind: `train`, to be answered with `submit`; `evaluate`, to be answered with `report`.
+        step: 1, 2, …: the round of training this is, or the one after which this evaluates (0: before the first).
         params: {name: array} of the global parameters; bf16 comes as float32, types that numpy does not have (fp8) not at all.
         site: where this program runs.
-        config: the plan's `[config]`.
+        config: the plan's `[config]` with what its `[[schedule]]` makes of it in this round.
+        is_submitted: whether the site has taken the answer.
     """
 
     def __init__(self, connection: Connection, joined: Joined, offered: NextRound) -> None:
         self.number = offered.round
+        self.kind = offered.kind
+        self.step = offered.step
         self.site = joined.site
-        self.config = joined.config
+        self.config = joined.config | offered.config
         self._connection = connection
         self._update = Path(offered.update)
         self._bf16: set[str] = set()
@@ -67,7 +72,7 @@ class Round:
                 loaded[tensor.name] = piece.view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
         return loaded
 
-    def submit(self, params: Mapping[str, Any], weight: int, metrics: Mapping[str, float] | None = None) -> None:
+    def submit(self, params: Mapping[str, Any], weight: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Hand in the trained parameters; the site encodes and masks them before anything leaves it.
 
         Args:
@@ -76,10 +81,14 @@ class Round:
             weight: number of samples, a positive integer; it stays secret within the sum.
             metrics: the values the plan names.
 
+        Returns:
+            Whether they were taken. Where the round went on without this site they were not: ask for the next round.
+
         Raises:
             UsageError: they cannot be used; tensor, value and limit are named, and nothing has left the site.
-            Refused: the round is closed.
         """
+        if self.kind != schedule.TRAIN:
+            raise UsageError(f"round {self.number} evaluates", "answer it with round.report(weight, metrics)")
         given = {name: _as_numpy(name, value) for name, value in params.items() if name not in self._carried}
         known = [given[name] for name in self.params if name in given]
         arrays = {
@@ -87,8 +96,7 @@ class Round:
             for name, array in given.items()
             if name in self.params or not any(_is_same(array, other) for other in known)
         }
-        if int(weight) != weight:
-            raise UsageError(f"weight {weight!r} is no whole number", "the weight is the number of samples")
+        whole = _whole(weight)
         self._update.parent.mkdir(parents=True, exist_ok=True)
         arriving = self._update.with_suffix(".part")
         if self._bf16 & arrays.keys():
@@ -96,9 +104,39 @@ class Round:
         else:
             save_file(arrays, arriving)
         arriving.replace(self._update)
-        values = {name: float(value) for name, value in (metrics or {}).items()}
-        self._connection.call("program.submit", Submission(self.number, int(weight), values), Nothing, timeout_s=600.0)
+        return self._hand_in(whole, metrics or {})
+
+    def report(self, weight: int, metrics: Mapping[str, float]) -> bool:
+        """Hand in what was measured of the global parameters in a round that evaluates; it is summed under masks like an update.
+
+        Args:
+            weight: number of samples, a positive integer.
+            metrics: the values the plan's `[evaluation]` names.
+
+        Returns:
+            Whether they were taken; see `submit`.
+
+        Raises:
+            UsageError: a metric is missing or not finite, or the round does not evaluate.
+        """
+        if self.kind != schedule.EVALUATE:
+            raise UsageError(f"round {self.number} trains", "answer it with round.submit(params, weight, metrics)")
+        return self._hand_in(_whole(weight), metrics)
+
+    def _hand_in(self, weight: int, metrics: Mapping[str, float]) -> bool:
+        submission = Submission(self.number, weight, {name: float(value) for name, value in metrics.items()})
+        try:
+            self._connection.call("program.submit", submission, Nothing, timeout_s=600.0)
+        except Refused:
+            return False
         self.is_submitted = True
+        return True
+
+
+def _whole(weight: float) -> int:
+    if int(weight) != weight:
+        raise UsageError(f"weight {weight!r} is no whole number", "the weight is the number of samples")
+    return int(weight)
 
 
 def _as_numpy(name: str, value: Any) -> Any:

@@ -1,16 +1,25 @@
 """The bodies of a round's methods, hub -> site. They carry the messages of `fedpool.secagg`."""
 
+from typing import Any
+
 import msgspec
 
 from fedpool.secagg.manifest import Manifest
 
 
 class RoundWanted(msgspec.Struct, frozen=True):
-    """round.open -> KeyMessage: the manifest, and how long the site has to train."""
+    """round.open -> KeyMessage: the manifest, how long the site has to train, and what its program is told.
+
+    Attributes:
+        step: 1, 2, …: the round of training this is, or the one after which this evaluates.
+        config: the program's configuration in it.
+    """
 
     manifest: Manifest
     model_bytes: int
     deadline_s: float
+    step: int = 1
+    config: dict[str, Any] = {}
 
 
 class Phase(msgspec.Struct, frozen=True):

@@ -3,12 +3,13 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from fedpool.errors import IbshellError, PlanError, UsageError
-from fedpool.federation import strategies
+from fedpool.federation import schedule, strategies
+from fedpool.federation.schedule import Best, Change, Evaluation, Stragglers
 from fedpool.federation.strategies import FedProx, Strategy
 from fedpool.names import NAME, RULE
 from fedpool.secagg import encoding, graph, ring
@@ -49,6 +50,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         deadline: longest a round may wait for its sites.
         lease: length of the lease; it is renewed while the run lasts.
         config: arbitrary values for the program.
+        schedule: what of them changes, and from which round of training on.
+        evaluation: when the sites evaluate the global parameters, or None for never.
+        best: which model is kept as the best, and when the run ends early.
+        sample: sites that train in a round, drawn anew each time: a number, or a share of those that are ready.
+        stragglers: when a round goes on without the slow ones; None: at its deadline.
         data_tags: of the data that is used, which sites' policies go by.
     """
 
@@ -78,6 +84,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline: str = "10m"
     lease: str = "1h"
     config: dict[str, Any] = {}
+    schedule: list[Change] = []
+    evaluation: Evaluation | None = None
+    best: Best | None = None
+    sample: int | float = 1.0
+    stragglers: Stragglers | None = None
     data_tags: list[str] = []
 
     @property
@@ -115,7 +126,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def longest_s(self) -> float:
         """How long it may take at most, seconds: every round up to its deadline, and the lease that is left then."""
-        return self.rounds * self.deadline_s + self.lease_s
+        return self.all_rounds * self.deadline_s + self.lease_s
+
+    @property
+    def all_rounds(self) -> int:
+        """Rounds of training and of evaluation, when nothing ends it early."""
+        return schedule.total(self.rounds, self.evaluation)
 
     def optimiser(self) -> Strategy:
         """What makes the next global parameters of an aggregate.
@@ -125,10 +141,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         return strategies.named(self.strategy, self.strategy_options)
 
-    def settings(self) -> dict[str, Any]:
-        """What the program gets as its configuration."""
+    def settings(self, step: int = 1) -> dict[str, Any]:
+        """What the program gets as its configuration in the round of training `step`, 1, 2, …."""
         strategy = self.optimiser()
-        return {**self.config, **({"proximal_mu": strategy.proximal_mu} if isinstance(strategy, FedProx) else {})}
+        own = {"proximal_mu": strategy.proximal_mu} if isinstance(strategy, FedProx) else {}
+        return {**schedule.config(self.config, self.schedule, step), **own}
 
     def graph(self, cohort: int) -> Graph:
         """Which sites mask with which in a cohort of this size."""
@@ -157,18 +174,27 @@ def parse(text: str, where: str = "the plan") -> Plan:
     """
     toml = TomlText(text, where, PlanError)
     plan = toml.convert(Plan, _HINTS)
-    for key, problem in _problems(plan):
-        raise toml.wrong(key, problem, _HINTS.get(key, ""))
+    for problem in _problems(plan) or _problems_of_tables(plan):
+        raise toml.wrong(problem.key, problem.message, _HINTS.get(problem.key, ""), problem.table, problem.number)
     return plan
 
 
-def _problems(plan: Plan) -> list[tuple[str, str]]:
-    """Every key whose value cannot work, with the value and the limit."""
-    found: list[tuple[str, str]] = []
+class _Problem(NamedTuple):
+    """A key whose value cannot work: of the plan, of a table, or of the table with this index among those of its name."""
+
+    key: str
+    message: str
+    table: str = ""
+    number: int = 0
+
+
+def _problems(plan: Plan) -> list[_Problem]:
+    """Every key of the plan itself whose value cannot work, with the value and the limit."""
+    found: list[_Problem] = []
 
     def need(key: str, good: bool, message: str) -> None:
         if not good:
-            found.append((key, message))
+            found.append(_Problem(key, message))
 
     for key, value in (("name", plan.name), ("tenant", plan.tenant)):
         need(key, bool(NAME.fullmatch(value)), f"{key} = {value!r} is no name: {RULE}")
@@ -202,12 +228,13 @@ def _problems(plan: Plan) -> list[tuple[str, str]]:
     try:
         plan.optimiser()
     except UsageError as error:
-        found.append(("strategy_options" if "option" in error.message else "strategy", str(error)))
+        found.append(_Problem("strategy_options" if "option" in error.message else "strategy", str(error)))
     for key, value in (("deadline", plan.deadline), ("lease", plan.lease)):
         try:
             parse_duration(value)
         except UsageError as error:
-            found.append((key, f"{key} = {error.message}"))
+            found.append(_Problem(key, f"{key} = {error.message}"))
+    need("sample", _is_share(plan.sample), f"sample = {plan.sample}: {_SHARE}")
     positive = [("clip", "clip", plan.clip), ("metric_range", "metric_range", plan.metric_range)]
     positive += [("ranges", f"ranges: {pattern!r}", value) for pattern, value in plan.ranges.items()]
     for key, what, limit in positive:
@@ -217,9 +244,52 @@ def _problems(plan: Plan) -> list[tuple[str, str]]:
     return found
 
 
-def _without_room(plan: Plan) -> list[tuple[str, str]]:
+_SHARE = "it may be a number of sites, 1 or more, or a share of them, over 0 to 1.0"
+
+
+def _is_share(value: float) -> bool:
+    return value >= 1 if isinstance(value, int) else 0 < value <= 1
+
+
+def _problems_of_tables(plan: Plan) -> list[_Problem]:
+    """Every key of a table whose value cannot work."""
+    found: list[_Problem] = []
+
+    def need(table: str, key: str, good: bool, message: str, number: int = 0) -> None:
+        if not good:
+            found.append(_Problem(key, f"{table}: {message}", table, number))
+
+    if (evaluation := plan.evaluation) is not None:
+        named = evaluation.metrics
+        need("evaluation", "metrics", bool(named), "metrics is empty: an evaluation reports one or more")
+        need("evaluation", "metrics", len(set(named)) == len(named), "metrics names one twice")
+        need("evaluation", "every", evaluation.every >= 1, f"every = {evaluation.every}: it may be 1 or more")
+    if (best := plan.best) is not None:
+        known = [*(evaluation.metrics if evaluation else []), *plan.metrics]
+        says = f"metric = {best.metric!r} is none of the plan's: {', '.join(known) or 'it has none'}"
+        need("best", "metric", best.metric in known, says)
+        need("best", "mode", best.mode in ("min", "max"), f'mode = {best.mode!r}: it may be "min" or "max"')
+        need("best", "patience", best.patience >= 0, f"patience = {best.patience}: it may be 0 or more")
+        good = math.isfinite(best.min_delta) and best.min_delta >= 0
+        need("best", "min_delta", good, f"min_delta = {best.min_delta}: it may be 0 or more")
+    before = 0
+    for number, change in enumerate(plan.schedule):
+        good = before < change.first <= plan.rounds
+        says = f"from = {change.first}: it may be {before + 1} to {plan.rounds}, and they ascend"
+        need("schedule", "from", good, says, number)
+        before = change.first
+    if (slow := plan.stragglers) is not None:
+        need("stragglers", "enough", _is_share(slow.enough), f"enough = {slow.enough}: {_SHARE}")
+        try:
+            parse_duration(slow.grace)
+        except UsageError as error:
+            need("stragglers", "grace", False, f"grace = {error.message}")
+    return found
+
+
+def _without_room(plan: Plan) -> list[_Problem]:
     """What the ring cannot carry."""
-    found = []
+    found: list[_Problem] = []
     ranges = [("clip", plan.clip, plan.ring_bits, plan.levels), ("metric_range", plan.metric_range, 64, 0)]
     ranges += [("ranges", value, plan.ring_bits, plan.levels) for value in plan.ranges.values()]
     for key, clip, bits, levels in ranges:
@@ -227,7 +297,7 @@ def _without_room(plan: Plan) -> list[tuple[str, str]]:
             encoding.fit(clip, plan.max_weight, plan.cohort, bits, levels)
         except IbshellError as error:
             blamed = next((name for name in ("levels", "max_weight", "ring") if name in error.message), key)
-            found.append(("ring_bits" if blamed == "ring" else blamed, str(error)))
+            found.append(_Problem("ring_bits" if blamed == "ring" else blamed, str(error)))
     return found
 
 

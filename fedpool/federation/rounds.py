@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from fedpool.errors import Refused
+from fedpool.federation import schedule
 from fedpool.federation.plan import Plan
 from fedpool.records import Signed
 from fedpool.wire.messages import LeaseWanted
@@ -101,7 +102,8 @@ class Run:
 
     Attributes:
         state: created, leased, finished, failed, stopped.
-        round: the last finished round; its model is where the next begins.
+        round: the last finished round.
+        model_round: the last one that trained; its model is where the next begins.
         burned: the last round that failed after shares were released.
         attempt: attempts at the round after that.
         manifest: encoding of the attempt in progress, or b"".
@@ -120,6 +122,7 @@ class Run:
         self.lease = ""
         self.sites: tuple[str, ...] = ()
         self.round = 0
+        self.model_round = 0
         self.burned = 0
         self.attempt = 0
         self.model = ""
@@ -145,6 +148,8 @@ class Run:
                 self.round, self.model, self.attempt = entry.round, entry.model, 0
                 self.manifest, self.journal = b"", []
                 self.history.append(entry.summary)
+                if schedule.is_training(entry.summary):
+                    self.model_round = entry.round
             case RoundLost():
                 self.manifest, self.journal = b"", []
                 if entry.released:
@@ -171,7 +176,29 @@ class Run:
             return "nothing"
         if self.state == "created":
             return "lease"
-        return "finish" if len(self.history) >= self.plan.rounds else "round"
+        return "finish" if self.next_kind is None else "round"
+
+    @property
+    def next_kind(self) -> str | None:
+        """Whether the next round trains or evaluates; None where the plan is done."""
+        return schedule.next_kind(self.plan.rounds, self.plan.evaluation, self.plan.best, self.history)
+
+    @property
+    def step(self) -> int:
+        """1, 2, …: the round of training that is next."""
+        return schedule.trained(self.history) + 1
+
+    @property
+    def best(self) -> schedule.Measured | None:
+        """The best model so far, by what the plan calls the best."""
+        best = self.plan.best
+        return schedule.standing(best, self.plan.evaluation, self.history).best if best is not None else None
+
+    @property
+    def models_kept(self) -> set[int]:
+        """The rounds whose models are kept: the initial one, the two latest, the best."""
+        numbers = [entry["round"] for entry in self.history if schedule.is_training(entry)]
+        return {0, *numbers[-2:]} | ({self.best.model} if self.best is not None else set())
 
     @property
     def next_round(self) -> int:

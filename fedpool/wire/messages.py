@@ -215,8 +215,22 @@ class UploadState(msgspec.Struct, frozen=True):
     size: int
 
 
+class BestModel(msgspec.Struct, frozen=True):
+    """The best model of a run so far: the round that made it, and its metric."""
+
+    model: int
+    metric: str
+    value: float
+
+
 class RunView(msgspec.Struct, frozen=True):
-    """A run as people see it."""
+    """A run as people see it.
+
+    Attributes:
+        round: the last finished one.
+        rounds: of training and of evaluation, when nothing ends it early.
+        best: by what its plan calls the best, or None.
+    """
 
     id: str
     name: str
@@ -229,6 +243,7 @@ class RunView(msgspec.Struct, frozen=True):
     reason: str = ""
     history: list[dict[str, Any]] = []
     request: Signed | None = None
+    best: BestModel | None = None
 
 
 class EventsWanted(msgspec.Struct, frozen=True):
@@ -459,23 +474,29 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class NextRound(msgspec.Struct, frozen=True):
-    """program.next -> a round to train, or the end.
+    """program.next -> a round to train or to evaluate, or the end.
 
     Attributes:
         round: number, or 0 at the end.
         parameters: path of a safetensors file with the global parameters.
         update: path where the program's parameters belong.
         reason: at the end, why.
+        kind: `train` or `evaluate`.
+        step: 1, 2, …: the round of training this is, or the one after which this evaluates.
+        config: the program's configuration in it.
     """
 
     round: int
     parameters: str = ""
     update: str = ""
     reason: str = ""
+    kind: str = "train"
+    step: int = 1
+    config: dict[str, Any] = {}
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """program.submit -> Nothing: the update is written."""
+    """program.submit -> Nothing: the update is written, or there is none because the round evaluates."""
 
     round: int
     weight: int

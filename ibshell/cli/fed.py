@@ -191,9 +191,11 @@ def watch(connection: Connection, run: RunView, seen: Seen = lambda event, say: 
 
 
 def collect(connection: Connection, run: RunView, directory: Path) -> None:
-    """Write the latest global parameters and the history."""
+    """Write the latest global parameters, the best ones if the plan says what that is, and the history."""
     directory.mkdir(parents=True, exist_ok=True)
     fetch_model(connection, run.id, directory / "model.safetensors")
+    if run.best is not None:
+        fetch_model(connection, run.id, directory / "best.safetensors", run.best.model)
     history = {"run": run.id, "name": run.name, "tenant": run.tenant, "state": run.state, "rounds": run.history}
     (directory / "history.json").write_text(json.dumps(history, indent=2) + "\n")
 
@@ -221,6 +223,11 @@ def _follow(connection: Connection, run: RunView, out: Path | None, output: str 
         last = final.history[-1]["metrics"] if final.history else {}
         what = f" ({render.cell('metrics', last)})" if last else ""
         render.write(f"run {final.id} {final.state} after round {final.round} of {final.rounds}{what}; {directory}/\n")
+        if final.best is not None:
+            value = render.cell("metrics", {final.best.metric: final.best.value})
+            render.write(f"best: {value} in round {final.best.model}, best.safetensors\n")
+        if final.state == "finished" and final.reason:
+            diagnostics.say(final.reason)
     if final.state != "finished":
         if output is None:
             diagnostics.say(f"reason: {final.reason}")

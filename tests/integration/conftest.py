@@ -31,9 +31,12 @@ import numpy as np
 import fedpool.client as fed
 
 with fed.join() as federation:
-    c = federation.config
     for round in federation:
+        c = round.config
         params = {name: np.array(value) for name, value in round.params.items()}
+        if round.kind == "evaluate":
+            round.report(weight=1 + int(federation.site[-1]), metrics={"distance": abs(float(params["w"][0]) - 0.6)})
+            continue
         params["w"] = params["w"] + np.float32(c.get("step", 0.25))
         time.sleep(c.get("sleep", 0))
         mine = federation.site == c.get("victim", "")
@@ -43,6 +46,7 @@ with fed.join() as federation:
                 case "hang":
                     open(__file__ + ".hangs", "w").close()
                     time.sleep(600)
+                case "slow": time.sleep(2)
                 case "nan": params["w"][3] = np.nan
                 case "shape": params["w"] = params["w"][:2]
                 case "drop": del params["w"]
@@ -51,6 +55,13 @@ with fed.join() as federation:
         weight = 1 + int(federation.site[-1])
         round.submit(params, weight=weight, metrics={"loss": float(weight)})
 """
+
+
+def _toml(value):
+    """A value as TOML writes it on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    return "[" + ", ".join(map(_toml, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
 
 class Pool(LocalPool):
@@ -188,8 +199,8 @@ class Pool(LocalPool):
             "deadline": "20s",
             **changes,
         }
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
-        lines += ["[config]", *(f"{key} = {json.dumps(value)}" for key, value in (config or {}).items())]
+        lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
+        lines += ["[config]", *(f"{key} = {_toml(value)}" for key, value in (config or {}).items())]
         path = self.work / "plan.toml"
         path.write_text("\n".join(lines) + "\n")
         return path
